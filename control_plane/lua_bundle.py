@@ -1,0 +1,54 @@
+"""Joins lua/*.lua and a policy's settings into one script that needs no `require`.
+
+Envoy Gateway and Istio run a filter's script with `require` and `load` taken away, and Envoy's
+own way to hand a script its settings differs by version (LuaPerRoute.filter_context from 1.36 on,
+Lua.filter_context from 1.40 on, neither by ECDS on all). One literal table at the top of the script
+works on all of them, is read once per worker and never per request, and is data: written here by a
+serialiser, never by hand.
+"""
+
+from collections.abc import Mapping
+from functools import cache
+
+from control_plane.package_data import read_text
+
+# In the order in which they need each other; each gets the earlier ones as arguments.
+_MODULES = ("json_edit", "priority", "filter")
+
+Setting = str | int | bool | None | Mapping[str, "Setting"]
+
+
+def bundle(settings: Mapping[str, Setting]) -> str:
+    """The whole filter script for these settings. Keys with a None value are left out: nil in Lua."""
+    parts = [f"local settings = {lua_literal(settings)}\n"]
+    known = ["settings"]
+    for name in _MODULES:
+        arguments = ", ".join(known)
+        head = "" if name == "filter" else f"local {name} = "
+        parts.append(f"-- lua/{name}.lua\n{head}(function(...)\n{_source(name)}end)({arguments})\n")
+        known.append(name)
+    return "\n".join(parts)
+
+
+def lua_literal(value: Setting) -> str:
+    """`value` as a Lua expression; the same text for the same value, whatever the order of its keys."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, str):
+        return _quoted(value)
+    if value is None:
+        return "nil"
+    items = (f"[{_quoted(key)}] = {lua_literal(value[key])}" for key in sorted(value) if value[key] is not None)
+    return "{ " + ", ".join(items) + " }"
+
+
+def _quoted(text: str) -> str:
+    """A Lua string of printable ASCII: every other byte as \\ddd, which no context can misread."""
+    return '"' + "".join(chr(b) if 32 <= b < 127 and b not in b'"\\' else f"\\{b:03d}" for b in text.encode()) + '"'
+
+
+@cache
+def _source(name: str) -> str:
+    return read_text("lua", f"{name}.lua")

@@ -1,0 +1,372 @@
+"""The policy: what to do with a priority, read from YAML and validated once, here.
+
+Past this module every function takes the frozen models and checks nothing again.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
+
+from control_plane.errors import PolicyError
+
+Role = Literal["render", "engine"]
+ROLES: tuple[Role, ...] = ("render", "engine")
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+# Routes that accept a body priority and ignore the header: vLLM 0.32 and 0.33,
+# vllm/entrypoints/serve/disagg and vllm/entrypoints/openai.
+RENDER_ROUTES = (
+    "/v1/chat/completions/render",
+    "/v1/completions/render",
+    "/v1/responses/render",
+    "/v1/messages/render",
+)
+ENGINE_ROUTES = ("/inference/v1/generate", "/cohere/v2/chat/render", *RENDER_ROUTES)
+
+# Its request cannot carry a priority; the GenerateRequest it answers with can.
+RESPONSE_ROUTES = frozenset({"/v1/messages/render"})
+
+# vLLM reads the header here itself, so a second reader could only disagree with it.
+READS_HEADER = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+
+# A body `priority` is refused with a 400 here (vLLM 0.33).
+REFUSES_MEMBER = frozenset({"/v1/decisions"})
+
+# Headers that HTTP or Envoy gives a meaning of its own.
+RESERVED_HEADERS = frozenset(
+    {
+        "host", "content-length", "content-type", "content-encoding", "transfer-encoding", "connection",
+        "te", "upgrade", "expect", "authorization", "trailer", "keep-alive",
+    }
+)  # fmt: skip
+
+Int64 = Annotated[int, Field(strict=True, ge=INT64_MIN, le=INT64_MAX)]
+HeaderName = Annotated[
+    str,
+    BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value),
+    StringConstraints(pattern=r"^[a-z0-9!#$%&'*+.^_`|~-]+$", max_length=128),
+]
+# A class name must never be mistaken for a number, so it starts with a letter.
+ClassName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9._-]{0,62}$")]
+RoutePath = Annotated[str, StringConstraints(pattern=r"^/[^?#%\s]*$", max_length=1024)]
+PolicyName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Range(_Model):
+    """Priorities that are let through, bounds included; null is no bound."""
+
+    min: Int64 | None = Field(default=None, description="Smallest priority that is let through.")
+    max: Int64 | None = Field(default=None, description="Largest priority that is let through.")
+    outside: Literal["reject", "clamp"] = Field(
+        default="reject", description="reject: 400 (or as on_invalid says); clamp: the nearest bound is used."
+    )
+
+    def contains(self, value: int) -> bool:
+        """Whether `value` lies within the bounds."""
+        return (self.min is None or value >= self.min) and (self.max is None or value <= self.max)
+
+
+# Tuples are written as YAML lists, which strict mode would refuse.
+_Paths = Annotated[tuple[RoutePath, ...], Field(strict=False)]
+
+
+class Routes(_Model):
+    """The POST routes that are edited, by role; `extra` is added to both."""
+
+    render: Literal["default"] | _Paths = Field(default="default", description="Routes on render servers.")
+    engine: Literal["default"] | _Paths = Field(default="default", description="Routes on engines.")
+    extra: _Paths = Field(default=(), description="More routes, on both roles.")
+
+    def for_role(self, role: Role) -> tuple[str, ...]:
+        """Percent-decoded paths edited by a sidecar of this role, without repeats."""
+        chosen = self.render if role == "render" else self.engine
+        if chosen == "default":
+            chosen = RENDER_ROUTES if role == "render" else ENGINE_ROUTES
+        return tuple(dict.fromkeys((*chosen, *self.extra)))
+
+
+class Limits(_Model):
+    """Bounds of the sidecar's own; null is none."""
+
+    max_body_bytes: Annotated[int, Field(strict=True, ge=1, le=2**53)] | None = Field(
+        default=None, description="Largest request body on the edited routes; a larger one is answered with 413."
+    )
+
+
+class Policy(_Model):
+    """What the sidecar does with a priority."""
+
+    header: HeaderName = Field(default="x-vllm-priority", description="The request header that carries the priority.")
+    engine: Literal["vllm", "sglang"] = Field(
+        default="vllm", description="vllm: lower is more urgent. sglang: higher is, so the value is negated."
+    )
+    on_invalid: Literal["reject", "ignore"] = Field(
+        default="reject",
+        description="A header value that is no priority. reject: 400; ignore: the body's own value is used.",
+    )
+    on_unmovable: Literal["reject", "forward"] = Field(
+        default="reject",
+        description="A priority on a body that is not JSON or is encoded. reject: 415; forward: as it came.",
+    )
+    keep_header: bool = Field(default=False, description="Leave the header on the request once it was moved.")
+    report_header: HeaderName | None = Field(
+        default="x-vllm-priority-applied", description="Response header that says what was done; null: none."
+    )
+    default: Int64 | ClassName | None = Field(
+        default=None, description="Priority (or class) of a request that names none; null: left to vLLM, which uses 0."
+    )
+    range: Range = Field(default=Range(), description="Priorities that are let through.")
+    classes: Mapping[ClassName, Int64] = Field(
+        default={}, description="Names that the header may carry instead of a number."
+    )
+    routes: Routes = Field(default=Routes(), description="The routes that are edited.")
+    limits: Limits = Field(default=Limits(), description="Bounds of the sidecar's own.")
+
+    @property
+    def default_value(self) -> int | None:
+        """`default` as a number: a class name is looked up."""
+        return self.classes[self.default] if isinstance(self.default, str) else self.default
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> Self:
+        """Refuse values that are fine alone and not together. Each message starts with its key's path."""
+        bounds = self.range
+        if bounds.min is not None and bounds.max is not None and bounds.min > bounds.max:
+            raise ValueError(f"range.min: {bounds.min} is above range.max {bounds.max}; allowed: min <= max")
+        if bounds.outside == "clamp" and bounds.min is None and bounds.max is None:
+            raise ValueError("range.outside: clamp needs range.min or range.max to clamp to")
+        for key, name in (("header", self.header), ("report_header", self.report_header)):
+            if name in RESERVED_HEADERS or (name or "").startswith("x-envoy-"):
+                raise ValueError(f"{key}: {name!r} has a meaning in HTTP or Envoy; allowed: a name of its own")
+        if self.header == self.report_header:
+            raise ValueError(f"report_header: {self.header!r} is the request header; allowed: another name, or null")
+        for name, value in self.classes.items():
+            if not bounds.contains(value):
+                raise ValueError(f"classes.{name}: {value} is outside range; allowed: a value within range")
+            self._check_negatable(f"classes.{name}", value)
+        if isinstance(self.default, str) and self.default not in self.classes:
+            known = ", ".join(self.classes) or "none are defined"
+            raise ValueError(f"default: {self.default!r} is no class; allowed: an integer, or a class ({known})")
+        if (value := self.default_value) is not None:
+            if not bounds.contains(value):
+                raise ValueError(f"default: {value} is outside range; allowed: a value within range")
+            self._check_negatable("default", value)
+        for key, paths in (
+            ("render", self.routes.for_role("render")),
+            ("engine", self.routes.for_role("engine")),
+        ):
+            for path in paths:
+                where = f"routes.{'extra' if path in self.routes.extra else key}"
+                if path in READS_HEADER:
+                    raise ValueError(f"{where}: vLLM reads the header on {path} itself; allowed: routes that ignore it")
+                if path in REFUSES_MEMBER:
+                    raise ValueError(f"{where}: vLLM answers 400 to a priority on {path}; allowed: routes that take it")
+        return self
+
+    def _check_negatable(self, key: str, value: int) -> None:
+        if self.engine == "sglang" and value == INT64_MIN:
+            raise ValueError(f"{key}: {value} cannot be negated for sglang; allowed: {INT64_MIN + 1} and up")
+
+
+class NamedPolicy(_Model):
+    """A policy for the sidecars whose labels match; its keys replace those of the file's top level."""
+
+    name: PolicyName
+    selector: Mapping[str, str] = Field(description="Labels that a sidecar must all have. Empty: chosen by name only.")
+    policy: Policy
+
+
+class Policies(_Model):
+    """A policy file: the default policy and the named ones, tried in order."""
+
+    default: Policy = Policy()
+    named: Annotated[tuple[NamedPolicy, ...], Field(strict=False)] = ()
+
+    @model_validator(mode="after")
+    def _unique_names(self) -> Self:
+        names = [entry.name for entry in self.named]
+        for name in names:
+            if names.count(name) > 1 or name == "default":
+                raise ValueError(f"policies: the name {name!r} is taken; allowed: a name of its own for each policy")
+        return self
+
+    def choose(self, labels: Mapping[str, str], name: str | None = None) -> Policy | None:
+        """The policy of that name (None where there is no such policy), or the first whose selector matches.
+
+        Without a name, and with no selector that matches, the default policy.
+        """
+        if name == "default":
+            return self.default
+        for entry in self.named:
+            if name is not None:
+                if entry.name == name:
+                    return entry.policy
+            elif entry.selector and all(labels.get(key) == value for key, value in entry.selector.items()):
+                return entry.policy
+        return self.default if name is None else None
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML that refuses a repeated key, which YAML forbids and PyYAML lets pass."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if not isinstance(key, str | int | float | bool | None):
+                continue
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is there twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def parse_policies(text: str, source: str = "policy") -> Policies:
+    """Policies of a YAML text. PolicyError names `source`, the key's path, and what is allowed."""
+    try:
+        document = yaml.load(text, _StrictLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "cannot be read"
+        raise PolicyError(f"{source}: not YAML:{where}: {problem}") from None
+    except RecursionError:
+        raise PolicyError(f"{source}: nested too deeply; allowed: a policy, as in the README") from None
+    except ValueError as error:  # a date or number that YAML recognises and Python refuses
+        raise PolicyError(f"{source}: not YAML: {error}") from None
+    if document is None:
+        document = {}
+    if not isinstance(document, dict):
+        raise PolicyError(f"{source}: a {type(document).__name__} stands where a mapping of keys is wanted")
+    top = {key: value for key, value in document.items() if key != "policies"}
+    entries = document.get("policies") or []
+    default = _validate(Policy, top, source)
+    if not isinstance(entries, list):
+        raise PolicyError(f"{source}: policies: {_shown(entries)} is not allowed; allowed: a list of named policies")
+    named = []
+    for index, entry in enumerate(entries):
+        path = f"policies[{index}]"
+        if not isinstance(entry, dict):
+            raise PolicyError(f"{source}: {path}: {_shown(entry)} is not allowed; allowed: name, selector, policy")
+        own = entry.get("policy") or {}
+        if not isinstance(own, dict):
+            raise PolicyError(f"{source}: {path}.policy: {_shown(own)} is not allowed; allowed: a mapping of policy keys")
+        policy = _validate(Policy, {**top, **own}, source, f"{path}.policy.")
+        named.append(_validate(NamedPolicy, {**entry, "policy": policy}, source, f"{path}."))
+    return _validate(Policies, {"default": default, "named": named}, source)
+
+
+def load_policies(path: Path | str) -> Policies:
+    """Policies of a YAML file. PolicyError where it cannot be read or is wrong."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise PolicyError(f"{path}: no such file; allowed: the path of a policy in YAML") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise PolicyError(f"{path}: cannot be read: {reason}") from None
+    return parse_policies(text, str(path))
+
+
+def policy_schema() -> dict[str, Any]:
+    """JSON Schema of a policy, for the chart's values.schema.json and for editors."""
+    return Policy.model_json_schema()
+
+
+_ModelT = TypeVar("_ModelT", bound=BaseModel)
+
+
+def _validate(model: type[_ModelT], data: Mapping[str, Any], source: str, prefix: str = "") -> _ModelT:
+    try:
+        return model.model_validate(dict(data))
+    except ValidationError as error:
+        raise PolicyError(f"{source}: {_problems(model, error, prefix)}") from None
+
+
+def _problems(model: type[BaseModel], error: ValidationError, prefix: str) -> str:
+    """pydantic's errors in one line: `key.path: what is wrong; allowed: what is allowed`, joined by semicolons."""
+    whole: list[str] = []
+    wrong: dict[str, str] = {}
+    allowed: dict[str, list[str]] = {}
+    for item in error.errors():
+        kind, context = item["type"], item.get("ctx", {})
+        path = _key_path(item["loc"], prefix)
+        if kind == "value_error":
+            whole.append(prefix + str(context["error"]))
+        elif kind == "extra_forbidden":
+            whole.append(f"{path}: unknown key; allowed: {', '.join(_keys_at(model, item['loc'][:-1], prefix))}")
+        elif kind == "missing":
+            whole.append(f"{path}: is missing")
+        else:
+            wrong[path] = _shown(item["input"])
+            allowed.setdefault(path, []).append(_allowed(kind, context, item["msg"]))
+    whole += [f"{path}: {wrong[path]} is not allowed; allowed: {' or '.join(allowed[path])}" for path in wrong]
+    return "; ".join(whole)
+
+
+# pydantic adds the name of a union's member to the path of an error: that is no key of the file.
+_UNION_MEMBER = re.compile(r"constrained-|literal\[|tuple\[|\[key\]")
+
+
+def _key_path(location: tuple[int | str, ...], prefix: str) -> str:
+    path = prefix
+    for index, part in enumerate(location):
+        if index and isinstance(part, str) and _UNION_MEMBER.match(part):
+            continue
+        separator = "" if not path or path.endswith(".") else "."
+        path += f"[{part}]" if isinstance(part, int) else f"{separator}{part}"
+    return path or "policy"
+
+
+def _keys_at(model: type[BaseModel], location: tuple[Any, ...], prefix: str) -> list[str]:
+    current = model
+    for part in location:
+        field = current.model_fields.get(part) if isinstance(part, str) else None
+        if field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            current = field.annotation
+    names = list(current.model_fields)
+    return [*names, "policies"] if current is Policy and not prefix else names
+
+
+_KINDS = {
+    "bool_type": "true or false",
+    "int_type": f"an integer within {INT64_MIN}..{INT64_MAX}",
+    "string_type": "a text",
+    "dict_type": "a mapping",
+    "mapping_type": "a mapping",
+    "model_type": "a mapping",
+    "tuple_type": "a list",
+}
+_PATTERNS = {"^/": "a path that starts with / and has no query, % or blank", "^[A": "a name that starts with a letter"}
+
+
+def _allowed(kind: str, context: Mapping[str, Any], message: str) -> str:
+    if kind == "literal_error":
+        return str(context["expected"])
+    if kind in {"greater_than_equal", "less_than_equal"}:
+        return f"{'at least' if kind.startswith('greater') else 'at most'} {context.get('ge', context.get('le'))}"
+    if kind == "string_pattern_mismatch":
+        return _PATTERNS.get(str(context["pattern"])[:2], f"a text that matches {context['pattern']}")
+    return _KINDS.get(kind, message)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
