@@ -25,7 +25,7 @@ def bundle(settings: Mapping[str, Setting]) -> str:
     for name in _MODULES:
         arguments = ", ".join(known)
         head = "" if name == "filter" else f"local {name} = "
-        parts.append(f"-- lua/{name}.lua\n{head}(function(...)\n{_source(name)}end)({arguments})\n")
+        parts.append(f"-- lua/{name}.lua\n{head}(function(...)\n{_source(name)}end)({arguments});\n")
         known.append(name)
     return "\n".join(parts)
 

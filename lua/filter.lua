@@ -1,0 +1,1 @@
+function envoy_on_request(handle) end
