@@ -57,7 +57,8 @@ def compare(options: argparse.Namespace) -> int:
         script = write_script(request, folder, "request")
         running: list[Process] = []
         try:
-            running.append(start_envoy(binary, upstream, "drain", drain_port, folder, cores.upstream))
+            drain = start_envoy(binary, upstream, "drain", drain_port, folder, cores.upstream)
+            running.append(drain)
             proxies = {}
             for side, named in (("A", options.a), ("B", options.b)):
                 config = configs.placed(configs.load_config(named), ports[side], drain_port)
@@ -69,7 +70,13 @@ def compare(options: argparse.Namespace) -> int:
                 turn = {}
                 for side in ("AB", "BA")[number % 2]:
                     turn[side] = run_wrk(
-                        script, ports[side], options.connections, options.seconds, cores.load, [proxies[side]]
+                        script,
+                        ports[side],
+                        options.connections,
+                        options.seconds,
+                        cores.load,
+                        [proxies[side]],
+                        [drain],
                     )
                     if not proxies[side].running:
                         raise BenchError(f"Envoy {side} ended: {proxies[side].log.read_text()[-300:]}")
@@ -99,12 +106,14 @@ def _request(options: argparse.Namespace) -> Request:
 
 
 def _print(options: argparse.Namespace, rounds: list[dict[str, Slice]]) -> None:
-    print(f"{'':2} {'config':24} {'req/s':>9} {'CPU us/req':>11} {'core busy':>10} {'errors':>7}")
+    print(f"{'':2} {'config':24} {'req/s':>9} {'CPU us/req':>11} {'core busy':>10} {'load busy':>10} {'errors':>7}")
     for side, named in (("A", options.a), ("B", options.b)):
         turns = [turn[side] for turn in rounds]
-        rate, cpu, busy = (statistics.median(getattr(turn, key) for turn in turns) for key in ("rate", "cpu", "busy"))
+        rate, cpu, busy, load_busy = (
+            statistics.median(getattr(turn, key) for turn in turns) for key in ("rate", "cpu", "busy", "load_busy")
+        )
         errors = sum(turn.errors for turn in turns)
-        print(f"{side:2} {named[-24:]:24} {rate:9,.0f} {cpu * 1e6:11,.1f} {busy:10.0%} {errors:7,}")
+        print(f"{side:2} {named[-24:]:24} {rate:9,.0f} {cpu * 1e6:11,.1f} {busy:10.0%} {load_busy:10.0%} {errors:7,}")
     for what, ratios in (
         ("requests/s, B/A", [turn["B"].rate / max(1e-9, turn["A"].rate) for turn in rounds]),
         ("as CPU/request, A/B", [turn["A"].cpu / max(1e-12, turn["B"].cpu) for turn in rounds]),
