@@ -1,0 +1,89 @@
+"""What `helm test` runs in the cluster: the control plane is ready, serves a policy, and injects a sidecar."""
+
+import base64
+import json
+import os
+import ssl
+import sys
+import urllib.error
+import urllib.request
+
+
+def ask(url, body=None, context=None):
+    """The parsed answer to a GET, or to a POST of `body` as JSON."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=10, context=context) as answer:
+        text = answer.read()
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def check_ready(base):
+    ask(f"{base}/readyz")
+
+
+def check_policy(base):
+    kind = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig"
+    node = {"id": "helm-test", "metadata": {"role": "render", "listen": "0.0.0.0:18000", "upstream": "127.0.0.1:8000"}}
+    answer = ask(f"{base}/v3/discovery:extension_configs", {"node": node, "type_url": kind})
+    if not (answer["version_info"] and answer["resources"]):
+        raise ValueError(f"no policy in {answer}")
+
+
+def check_injection(url, context):
+    pod = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"generateName": "helm-test-", "labels": {"vllm-priority.io/inject": "true"}},
+        "spec": {
+            "containers": [
+                {
+                    "name": "vllm",
+                    "image": "vllm",
+                    "command": ["vllm", "launch", "render", "model"],
+                    "ports": [{"name": "http", "containerPort": 8000}],
+                }
+            ]
+        },
+    }
+    review = {
+        "apiVersion": "admission.k8s.io/v1",
+        "kind": "AdmissionReview",
+        "request": {
+            "uid": "helm-test",
+            "kind": {"group": "", "version": "v1", "kind": "Pod"},
+            "resource": {"group": "", "version": "v1", "resource": "pods"},
+            "namespace": "helm-test",
+            "operation": "CREATE",
+            "dryRun": True,
+            "object": pod,
+        },
+    }
+    answer = ask(url, review, context)["response"]
+    patch = json.loads(base64.b64decode(answer.get("patch", "W10=")))
+    if not (answer["allowed"] and any("vllm-priority" in json.dumps(step) for step in patch)):
+        raise ValueError(f"no sidecar in {answer}")
+
+
+def main():
+    base, url = os.environ["CONTROL_PLANE_URL"], os.environ.get("INJECT_URL")
+    checks = [("is ready", check_ready, base), ("serves a policy", check_policy, base)]
+    if url:
+        context = ssl.create_default_context(cadata=os.environ["CA_BUNDLE"])
+        checks.append(("injects a sidecar", lambda where: check_injection(where, context), url))
+    failed = False
+    for what, check, where in checks:
+        try:
+            check(where)
+            print(f"ok      the control plane {what} ({where})")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            failed = True
+            print(f"FAILED  the control plane {what} ({where}): {error}")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+{{- define "vllm-priority.fullname" -}}
+{{- if .Values.fullnameOverride -}}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" -}}
+{{- else if contains .Chart.Name .Release.Name -}}
+{{- .Release.Name | trunc 50 | trimSuffix "-" -}}
+{{- else -}}
+{{- printf "%s-%s" .Release.Name .Chart.Name | trunc 50 | trimSuffix "-" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "vllm-priority.selector" -}}
+app.kubernetes.io/name: {{ .Chart.Name }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: control-plane
+{{- end -}}
+
+{{- define "vllm-priority.labels" -}}
+{{ include "vllm-priority.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
+{{- end -}}
+
+{{- define "vllm-priority.image" -}}
+{{- with .Values.image -}}
+{{- if .digest -}}
+{{ .repository }}@{{ .digest }}
+{{- else -}}
+{{ .repository }}:{{ .tag | default $.Chart.AppVersion }}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "vllm-priority.serviceAccount" -}}
+{{- if .Values.serviceAccount.create -}}
+{{- .Values.serviceAccount.name | default (include "vllm-priority.fullname" .) -}}
+{{- else -}}
+{{- .Values.serviceAccount.name | default "default" -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "vllm-priority.policyConfigMap" -}}
+{{- .Values.policyConfigMap | default (printf "%s-policy" (include "vllm-priority.fullname" .)) -}}
+{{- end -}}
+
+{{- define "vllm-priority.podSecurityContext" -}}
+runAsNonRoot: true
+{{- with .Values.runAsUser }}
+runAsUser: {{ int64 . }}
+runAsGroup: {{ int64 . }}
+{{- end }}
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}
+
+{{- define "vllm-priority.securityContext" -}}
+allowPrivilegeEscalation: false
+capabilities:
+  drop: [ALL]
+privileged: false
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+seccompProfile:
+  type: RuntimeDefault
+{{- end -}}

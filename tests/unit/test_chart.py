@@ -1,0 +1,359 @@
+"""The Helm chart, rendered and judged by helm itself, kubernetes-validate, and the policy's own parser."""
+
+import base64
+import re
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from control_plane.policy import parse_policies
+from tests.golden.chart import OWN_CA, VARIANTS, value_comments
+from tests.helm import CHART, NAMESPACE, RELEASE, HelmError, documents, find, helm, template
+
+Objects = list[dict[str, Any]]
+ROOT = CHART.parent.parent
+
+# The oldest and the newest version that kubernetes-validate knows.
+KUBERNETES_VERSIONS = ("1.33", "1.37")
+
+# Of operators that a cluster may have: no schema of theirs is at hand.
+CUSTOM_GROUPS = ("cert-manager.io/", "monitoring.coreos.com/")
+
+
+@pytest.fixture(scope="module")
+def rendered() -> dict[str, Objects]:
+    return {name: documents(template(variant.values, variant.flags)) for name, variant in VARIANTS.items()}
+
+
+def one(objects: Objects, kind: str) -> dict[str, Any]:
+    (found,) = find(objects, kind)
+    return found
+
+
+def pod_specs(objects: Objects) -> Iterator[dict[str, Any]]:
+    for document in objects:
+        if document["kind"] == "Pod":
+            yield document["spec"]
+        elif document["kind"] == "Deployment":
+            yield document["spec"]["template"]["spec"]
+
+
+def test_helm_lint_has_nothing_to_say() -> None:
+    assert "0 chart(s) failed" in helm("lint", "--strict", CHART)
+
+
+def test_the_chart_has_the_version_of_the_program() -> None:
+    program = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (program, program)
+
+
+@pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_kubernetes_takes_every_manifest(rendered: dict[str, Objects], name: str, version: str) -> None:
+    for document in rendered[name]:
+        if not document["apiVersion"].startswith(CUSTOM_GROUPS):
+            kubernetes_validate.validate(document, version, strict=True)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, variant in VARIANTS.items() if "policyConfigMap" not in variant.values]
+)
+def test_the_control_plane_takes_every_policy(rendered: dict[str, Objects], name: str) -> None:
+    configs = [c["data"]["policy.yaml"] for c in find(rendered[name], "ConfigMap") if "policy.yaml" in c["data"]]
+    assert len(configs) == 1
+    parse_policies(configs[0])
+
+
+def test_a_policy_arrives_as_it_was_written(rendered: dict[str, Objects]) -> None:
+    (config,) = (c for c in find(rendered["policies"], "ConfigMap") if "policy.yaml" in c["data"])
+    policies = parse_policies(config["data"]["policy.yaml"])
+    assert policies.default.classes == {"interactive": -10, "batch": 10}
+    assert policies.default.default_value == 10
+    assert policies.default.range.max == 1000000
+    assert policies.default.report_header is None
+    guests = policies.choose({"team": "guests"})
+    assert guests is not None
+    assert (guests.default, guests.range.min, guests.report_header) == (5, 0, None)
+
+
+@pytest.mark.parametrize("word", ["on", "y", "NO", "true", "null", "Null", "e1", "A.b-c_d"])
+def test_a_word_that_yaml_might_take_for_something_else_stays_a_word(word: str) -> None:
+    values = {"policy": {"classes": {word: 1}, "default": word}, "policies": [{"name": "a", "selector": {"v": "1e3"}}]}
+    (config,) = find(documents(template(values)), "ConfigMap")
+    policies = parse_policies(config["data"]["policy.yaml"])
+    assert (policies.default.classes, policies.default.default) == ({word: 1}, word)
+    assert policies.named[0].selector == {"v": "1e3"}
+
+
+def test_every_pod_meets_pod_security_restricted(rendered: dict[str, Objects]) -> None:
+    for objects in rendered.values():
+        for spec in pod_specs(objects):
+            assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
+            assert all(set(volume) & {"configMap", "secret", "emptyDir"} for volume in spec.get("volumes", []))
+            for container in spec["containers"]:
+                context = container["securityContext"]
+                assert context["allowPrivilegeEscalation"] is False
+                assert context["capabilities"] == {"drop": ["ALL"]}
+                assert context["runAsNonRoot"] is True
+                assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+                assert context["readOnlyRootFilesystem"] is True
+
+
+def test_no_pod_is_given_a_token_that_it_does_not_need(rendered: dict[str, Objects]) -> None:
+    for name, objects in rendered.items():
+        spec = one(objects, "Deployment")["spec"]["template"]["spec"]
+        assert spec["automountServiceAccountToken"] is name.startswith("read-services")
+
+
+def test_nothing_may_ask_the_api_unless_services_may_be_read(rendered: dict[str, Objects]) -> None:
+    kinds = {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"}
+    for name, objects in rendered.items():
+        roles = [document for document in objects if document["kind"] in kinds]
+        assert bool(roles) == name.startswith("read-services")
+        for role in roles:
+            for rule in role.get("rules", []):
+                assert rule == {"apiGroups": [""], "resources": ["services"], "verbs": ["get", "list", "watch"]}
+    assert {r["metadata"].get("namespace") for r in find(rendered["read-services-namespaces"], "Role")} == {"ml", "web"}
+    assert not find(rendered["read-services-namespaces"], "ClusterRole")
+
+
+class TestWebhook:
+    def test_only_labelled_pods_are_looked_at_and_only_when_made(self, rendered: dict[str, Objects]) -> None:
+        (webhook,) = one(rendered["default"], "MutatingWebhookConfiguration")["webhooks"]
+        assert webhook["objectSelector"] == {"matchLabels": {"vllm-priority.io/inject": "true"}}
+        assert [rule["operations"] for rule in webhook["rules"]] == [["CREATE"]]
+        assert webhook["rules"][0]["resources"] == ["pods"]
+        assert (webhook["sideEffects"], webhook["timeoutSeconds"], webhook["failurePolicy"]) == ("None", 5, "Ignore")
+
+    def test_kube_system_and_its_own_namespace_are_left_alone(self, rendered: dict[str, Objects]) -> None:
+        for name, objects in rendered.items():
+            for configuration in find(objects, "MutatingWebhookConfiguration"):
+                (rule,) = configuration["webhooks"][0]["namespaceSelector"]["matchExpressions"]
+                assert (rule["key"], rule["operator"]) == ("kubernetes.io/metadata.name", "NotIn")
+                assert {"kube-system", NAMESPACE} <= set(rule["values"]), name
+                assert len(rule["values"]) == len(set(rule["values"])), name
+
+    def test_no_control_plane_waits_for_itself(self, rendered: dict[str, Objects]) -> None:
+        for objects in rendered.values():
+            labels = one(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
+            assert "vllm-priority.io/inject" not in labels
+
+    def test_it_reaches_the_port_that_the_pods_serve(self, rendered: dict[str, Objects]) -> None:
+        objects = rendered["default"]
+        target = one(objects, "MutatingWebhookConfiguration")["webhooks"][0]["clientConfig"]["service"]
+        service = one(objects, "Service")
+        assert (target["name"], target["namespace"]) == (service["metadata"]["name"], service["metadata"]["namespace"])
+        (port,) = (port for port in service["spec"]["ports"] if port["port"] == target["port"])
+        container = one(objects, "Deployment")["spec"]["template"]["spec"]["containers"][0]
+        (served,) = (p["containerPort"] for p in container["ports"] if p["name"] == port["targetPort"])
+        assert f"--tls-listen=0.0.0.0:{served}" in container["args"]
+        labels = one(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
+        assert service["spec"]["selector"].items() <= labels.items()
+
+    def test_without_it_there_is_no_certificate_either(self, rendered: dict[str, Objects]) -> None:
+        objects = rendered["no-webhook"]
+        assert not find(objects, "MutatingWebhookConfiguration") + find(objects, "Secret")
+        assert "tls" not in str(one(objects, "Deployment")["spec"]["template"]["spec"])
+
+    def test_a_control_plane_outside_is_called_by_its_url(self, rendered: dict[str, Objects]) -> None:
+        (webhook,) = one(rendered["outside"], "MutatingWebhookConfiguration")["webhooks"]
+        assert webhook["clientConfig"]["url"] == "https://192.0.2.7:8443/inject"
+        assert "service" not in webhook["clientConfig"]
+
+
+class TestCertificates:
+    def test_one_render_uses_one_certificate_throughout(self, rendered: dict[str, Objects]) -> None:
+        objects = rendered["default"]
+        data = {key: base64.b64decode(value) for key, value in one(objects, "Secret")["data"].items()}
+        (webhook,) = one(objects, "MutatingWebhookConfiguration")["webhooks"]
+        assert base64.b64decode(webhook["clientConfig"]["caBundle"]) == data["ca.crt"]
+        ca, leaf = (x509.load_pem_x509_certificate(data[key]) for key in ("ca.crt", "tls.crt"))
+        leaf.verify_directly_issued_by(ca)
+        key = one(objects, "Pod")["spec"]["containers"][0]["env"][-1]
+        assert key == {"name": "CA_BUNDLE", "value": data["ca.crt"].decode()}
+
+    @pytest.mark.parametrize(
+        ("name", "expected"),
+        [
+            ("default", [f"{RELEASE}.{NAMESPACE}.svc", f"{RELEASE}.{NAMESPACE}.svc.cluster.local"]),
+            ("everything-set", [f"priorities.{NAMESPACE}.svc", f"priorities.{NAMESPACE}.svc.cluster.local"]),
+            ("outside", [f"{RELEASE}.{NAMESPACE}.svc", f"{RELEASE}.{NAMESPACE}.svc.cluster.local", "192.0.2.7"]),
+        ],
+    )
+    def test_it_carries_the_names_by_which_it_is_called(
+        self, rendered: dict[str, Objects], name: str, expected: list[str]
+    ) -> None:
+        leaf = x509.load_pem_x509_certificate(base64.b64decode(one(rendered[name], "Secret")["data"]["tls.crt"]))
+        names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        assert [str(entry.value) for entry in names] == expected
+        assert isinstance(leaf.public_key(), ec.EllipticCurvePublicKey)
+
+    def test_pods_roll_when_it_changes(self) -> None:
+        checksums = {
+            one(documents(template(values)), "Deployment")["spec"]["template"]["metadata"]["annotations"][
+                "checksum/certificate"
+            ]
+            for values in (
+                {"certificates": {"source": "secret", "secretName": "s", "caBundle": OWN_CA}},
+                {"certificates": {"source": "secret", "secretName": "s", "caBundle": OWN_CA + OWN_CA}},
+            )
+        }
+        assert len(checksums) == 2
+
+    def test_ones_own_secret_is_mounted_and_none_is_made(self, rendered: dict[str, Objects]) -> None:
+        objects = rendered["own-secret"]
+        assert not find(objects, "Secret")
+        volumes = one(objects, "Deployment")["spec"]["template"]["spec"]["volumes"]
+        assert [v["secret"]["secretName"] for v in volumes if "secret" in v] == ["webhook-tls"]
+        (webhook,) = one(objects, "MutatingWebhookConfiguration")["webhooks"]
+        assert base64.b64decode(webhook["clientConfig"]["caBundle"]).decode() == OWN_CA
+
+    @pytest.mark.parametrize(
+        ("name", "issuer"),
+        [
+            ("cert-manager", {"name": f"{RELEASE}-ca", "kind": "Issuer", "group": "cert-manager.io"}),
+            ("cert-manager-issuer", {"name": "company-ca", "kind": "ClusterIssuer", "group": "cert-manager.io"}),
+        ],
+    )
+    def test_cert_manager_makes_it_and_fills_in_the_ca(
+        self, rendered: dict[str, Objects], name: str, issuer: dict[str, str]
+    ) -> None:
+        objects = rendered[name]
+        assert not find(objects, "Secret")
+        configuration = one(objects, "MutatingWebhookConfiguration")
+        assert "caBundle" not in configuration["webhooks"][0]["clientConfig"]
+        source = configuration["metadata"]["annotations"]["cert-manager.io/inject-ca-from"]
+        (certificate,) = (c for c in find(objects, "Certificate") if f"{NAMESPACE}/{c['metadata']['name']}" == source)
+        assert certificate["spec"]["issuerRef"] == issuer
+        volumes = one(objects, "Deployment")["spec"]["template"]["spec"]["volumes"]
+        assert [v["secret"]["secretName"] for v in volumes if "secret" in v] == [certificate["spec"]["secretName"]]
+
+
+def test_newer_kinds_are_made_only_where_the_cluster_has_them(rendered: dict[str, Objects]) -> None:
+    assert find(rendered["default"], "PodDisruptionBudget")
+    assert not find(rendered["oldest"], "PodDisruptionBudget")
+    assert find(rendered["monitors"], "ServiceMonitor")
+    assert find(rendered["monitors"], "PodMonitor")
+    missing = rendered["monitors-without-their-kinds"]
+    assert not find(missing, "ServiceMonitor") + find(missing, "PodMonitor")
+
+
+def test_an_update_never_has_fewer_replicas_than_asked_for(rendered: dict[str, Objects]) -> None:
+    spec = one(rendered["default"], "Deployment")["spec"]
+    assert spec["replicas"] == 2
+    assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
+    assert "preStop" in spec["template"]["spec"]["containers"][0]["lifecycle"]
+
+
+def test_a_single_replica_can_still_be_drained() -> None:
+    assert not find(documents(template({"replicas": 1})), "PodDisruptionBudget")
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        (
+            {"certificates": {"source": "secret", "secretName": "s"}},
+            "certificates.secretName and certificates.caBundle",
+        ),
+        ({"certificates": {"secretName": "s"}}, "but the source is chart"),
+        ({"certificates": {"source": "cert-manager"}}, "install cert-manager first"),
+        ({"certificates": {"issuer": {"name": "i"}}}, "certificates.issuer is for"),
+        (
+            {
+                "webhook": {"enabled": False},
+                "certificates": {"source": "secret", "secretName": "s", "caBundle": OWN_CA},
+            },
+            "webhook.enabled is false",
+        ),
+        (
+            {"webhook": {"enabled": False, "url": "https://h/inject"}},
+            "webhook.url is set, but webhook.enabled is false",
+        ),
+        ({"policyConfigMap": "mine", "policy": {"default": 1}}, "would be passed over"),
+        ({"policyConfigMap": "mine", "policies": [{"name": "a", "selector": {}}]}, "would be passed over"),
+        ({"readServicesNamespaces": ["ml"]}, "but readServices is false"),
+        ({"readServices": True, "serviceAccount": {"create": False}}, "would let every pod of the namespace"),
+        ({"podLabels": {"vllm-priority.io/inject": "true"}}, "would wait for itself"),
+    ],
+)
+def test_a_contradiction_fails_with_a_sentence(values: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(HelmError, match=re.escape(sentence)):
+        template(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "where", "what"),
+    [
+        ({"replica": 3}, "", "additional properties 'replica' not allowed"),
+        ({"replicas": "3"}, "/replicas", "got string, want integer"),
+        ({"replicas": 0}, "/replicas", "minimum: got 0, want 1"),
+        ({"webhook": {"failurePolicy": "Maybe"}}, "/webhook/failurePolicy", "'Ignore', 'Fail'"),
+        ({"webhook": {"timeoutSeconds": 31}}, "/webhook/timeoutSeconds", "maximum: got 31, want 30"),
+        ({"webhook": {"url": "http://h/inject"}}, "/webhook/url", "does not match pattern"),
+        ({"policy": {"on_invalid": "drop"}}, "/policy/on_invalid", "'reject', 'ignore'"),
+        ({"policy": {"on_unknown": "drop"}}, "/policy", "additional properties 'on_unknown' not allowed"),
+        ({"policy": {"default": 1.5}}, "/policy/default", "want integer"),
+        ({"policy": {"classes": {"1st": 3}}}, "/policy/classes", "additional properties '1st' not allowed"),
+        ({"policy": {"routes": {"extra": ["v1/x"]}}}, "/policy/routes/extra/0", "does not match pattern"),
+        ({"policies": [{"name": "A", "selector": {}}]}, "/policies/0/name", "does not match pattern"),
+        ({"policies": [{"name": "a", "selector": {}, "policy": {"n": 1}}]}, "/policies/0/policy", "'n' not allowed"),
+    ],
+)
+def test_a_wrong_value_is_named(values: dict[str, Any], where: str, what: str) -> None:
+    with pytest.raises(HelmError) as error:
+        template(values)
+    assert f"at '{where}'" in str(error.value)
+    assert what in str(error.value)
+
+
+@pytest.mark.parametrize("value", [2**53, -(2**53), 2**63 - 1, -(2**63)])
+def test_a_number_that_helm_would_change_is_refused(value: int) -> None:
+    with pytest.raises(HelmError, match="imum: got"):
+        template({"policy": {"range": {"min": value}}})
+
+
+@pytest.mark.parametrize("value", [2**53 - 1, -(2**53) + 1, 1000000, 10**15])
+def test_a_number_that_helm_takes_arrives_unchanged(value: int) -> None:
+    (config,) = find(documents(template({"policy": {"default": value}})), "ConfigMap")
+    assert parse_policies(config["data"]["policy.yaml"]).default.default == value
+
+
+def test_every_value_has_a_comment() -> None:
+    commented = {path for path, _ in value_comments()}
+
+    def paths(values: dict[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+        for key, value in values.items():
+            yield (*at, key)
+            if isinstance(value, dict) and (*at, key) not in {("monitoring", "dashboardLabels"), ("resources",)}:
+                yield from paths(value, (*at, key))
+
+    assert set(paths(yaml.safe_load((CHART / "values.yaml").read_text()))) == commented
+
+
+def test_the_test_pod_runs_the_script_as_it_is(rendered: dict[str, Objects]) -> None:
+    container = one(rendered["default"], "Pod")["spec"]["containers"][0]
+    script = container["args"][0]
+    assert script.strip() == (CHART / "files" / "connection_test.py").read_text().strip()
+    compile(script, "connection_test.py", "exec")
+
+
+def test_the_packaged_chart_renders_the_same(tmp_path: Path) -> None:
+    helm("package", CHART, "--destination", tmp_path)
+    (package,) = tmp_path.glob("*.tgz")
+    values = {
+        "certificates": {"source": "secret", "secretName": "s", "caBundle": OWN_CA},
+        "monitoring": {"dashboard": True},
+    }
+    assert documents(template(values, chart=package)) == documents(template(values))
+    listed = subprocess.run(["tar", "tzf", str(package)], capture_output=True, text=True, check=True).stdout
+    assert "vllm-priority/values.schema.json" in listed

@@ -1,0 +1,22 @@
+"""Files that are made from others are what they would be made as today; `make golden` makes them anew."""
+
+import pytest
+
+from tests.golden.regenerate import Golden, golden_files
+
+
+@pytest.mark.parametrize("golden", golden_files(), ids=lambda golden: golden.path)
+def test_a_made_file_is_up_to_date(golden: Golden) -> None:
+    assert not golden.difference(), f"run `make golden` and look at what changed:\n{golden.difference()}"
+
+
+def test_no_golden_file_is_left_over() -> None:
+    from tests.golden.regenerate import ROOT
+
+    known = {golden.path for golden in golden_files()}
+    left = [
+        str(file.relative_to(ROOT))
+        for file in (ROOT / "tests" / "golden").rglob("*")
+        if file.suffix in {".yaml", ".json"} and str(file.relative_to(ROOT)) not in known
+    ]
+    assert not left
