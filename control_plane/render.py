@@ -109,7 +109,7 @@ def filter_settings(policy: Policy, role: Role, count_by_cluster: bool) -> dict[
 # Outcomes, in the order of the README's table; each is a counter.
 OUTCOMES = (
     "inserted", "replaced", "response_edited", "default", "absent", "invalid",
-    "out_of_range", "ambiguous", "not_json", "encoded",
+    "out_of_range", "ambiguous", "not_json", "encoded", "too_large",
 )  # fmt: skip
 
 

@@ -1,1 +1,288 @@
-function envoy_on_request(handle) end
+-- The Envoy filter: the only file that touches Envoy's stream handle.
+--
+-- A request that carries a priority, on a route that does not read the header: its body is edited while it
+-- streams by. A route whose answer alone can carry it: the answer is. Everything else is let go at once.
+
+local settings, json_edit, priority = ...
+
+local tonumber, tostring = tonumber, tostring
+local find, rep = string.find, string.rep
+
+local HEADER, REPORT, MEMBER, NAMESPACE = settings.header, settings.report_header, "priority", "vllm_priority"
+local MAX_BODY = settings.max_body_bytes
+
+local read, default = priority.reader(settings)
+local route_of = priority.router(settings)
+
+-- Why a priority cannot be moved into a body.
+local UNMOVABLE = {
+  not_json = "a priority can be moved only into a body of content-type application/json",
+  encoded = "a priority can be moved only into a body without content-encoding",
+}
+
+-- Envoy has no counters for Lua before 1.38. There a call to a cluster without endpoints is counted by Envoy
+-- itself: nothing is sent, and nothing is waited for.
+local NO_CALL = { [":method"] = "GET", [":path"] = "/", [":authority"] = "count" }
+
+local function count(handle, outcome)
+  if handle.stats then
+    handle:stats():counter(outcome):inc()
+  elseif settings.count_by_cluster then
+    handle:httpCall(NAMESPACE .. "_" .. outcome, NO_CALL, "", 0, true)
+  end
+end
+
+local function report_of(outcome, verdict)
+  return verdict.text .. "; source=" .. verdict.source .. "; outcome=" .. outcome .. verdict.note
+end
+
+-- Says what came of a priority: in a counter, in the access log, and where the answer finds it.
+local function tell(handle, outcome, verdict)
+  count(handle, outcome)
+  local metadata = handle:streamInfo():dynamicMetadata()
+  metadata:set(NAMESPACE, "outcome", outcome)
+  if verdict and verdict.text then
+    metadata:set(NAMESPACE, "value", verdict.text)
+    metadata:set(NAMESPACE, "source", verdict.source)
+    metadata:set(NAMESPACE, "report", report_of(outcome, verdict))
+  else
+    metadata:set(NAMESPACE, "report", "none; outcome=" .. outcome)
+  end
+end
+
+local function refuse(handle, status, outcome, message, param)
+  tell(handle, outcome, nil)
+  handle:respond(
+    { [":status"] = tostring(status), ["content-type"] = "application/json" },
+    priority.error_body(status, message, param)
+  )
+end
+
+-- Once its headers have gone a request can no longer be answered from here. Its body is spoiled instead, so
+-- that no server takes it for JSON, and envoy_on_response puts this in place of what the server says to that.
+local function refuse_late(handle, status, outcome, message)
+  tell(handle, outcome, nil)
+  local metadata = handle:streamInfo():dynamicMetadata()
+  metadata:set(NAMESPACE, "refused_status", tostring(status))
+  metadata:set(NAMESPACE, "refused_body", priority.error_body(status, message, nil))
+end
+
+local SPOIL = "\0"
+
+local LATE_REFUSALS = {
+  wide = { 415, "not_json", "the body is UTF-16 or UTF-32, which takes no priority; allowed: UTF-8" },
+  overfull = { 400, "ambiguous", "the body names its priority several times, too far apart; allowed: once" },
+}
+
+local function too_large()
+  return "the body is too large for this route; allowed: at most " .. MAX_BODY .. " bytes"
+end
+
+-- The header's one value, or nil where its lines differ. Envoy joins lines with commas.
+local function header_value(headers, raw)
+  if not find(raw, ",", 1, true) then
+    return raw
+  end
+  local first = headers:getAtIndex(HEADER, 0)
+  for index = 1, headers:getNumValues(HEADER) - 1 do
+    if headers:getAtIndex(HEADER, index) ~= first then
+      return nil
+    end
+  end
+  return first
+end
+
+-- Lets the body by and counts it, for a limit on a body whose length was not said.
+local function watch_size(handle)
+  local received, refused = 0, false
+  for chunk in handle:bodyChunks() do
+    received = received + chunk:length()
+    if refused then
+      chunk:setBytes("")
+    elseif received > MAX_BODY then
+      refused = true
+      chunk:setBytes(SPOIL)
+      refuse_late(handle, 413, "too_large", too_large())
+    end
+  end
+end
+
+local function edit_request(handle, headers, verdict)
+  local is_default = verdict == default
+  local length = headers:get("content-length")
+  length = length and tonumber(length)
+  if length == 0 then
+    return tell(handle, "not_json", nil)
+  end
+  local editor = json_edit.new(MEMBER, verdict.text, length, is_default, not settings.reject_unmovable)
+  if length then
+    headers:replace("content-length", tostring(length + json_edit.growth(editor)))
+  end
+  if not settings.keep_header and not is_default then
+    headers:remove(HEADER)
+  end
+
+  local received, spoiled = 0, false
+  for chunk in handle:bodyChunks() do
+    local size = chunk:length()
+    if size > 0 then
+      received = received + size
+      local bytes = chunk:getBytes(0, size)
+      local new = json_edit.feed(editor, bytes)
+      if not spoiled then
+        local late = LATE_REFUSALS[json_edit.failure(editor)]
+        if MAX_BODY and received > MAX_BODY then
+          spoiled = true
+          refuse_late(handle, 413, "too_large", too_large())
+        elseif late and (settings.reject_unmovable or late[1] == 400) and not is_default then
+          spoiled = true
+          refuse_late(handle, late[1], late[2], late[3])
+        end
+        if spoiled and not length then
+          new = SPOIL
+        end
+      elseif not length then
+        new = ""
+      end
+      if spoiled and length then
+        new = rep(SPOIL, #(new or bytes))
+      end
+      if new then
+        chunk:setBytes(new)
+      end
+    end
+  end
+  if spoiled then
+    return
+  end
+
+  local result = json_edit.result(editor)
+  if not result then
+    tell(handle, "not_json", nil)
+  elseif result == "kept" then
+    tell(handle, "absent", nil)
+  else
+    tell(handle, is_default and "default" or result, verdict)
+  end
+end
+
+function envoy_on_request(handle)
+  local headers = handle:headers()
+  local edited = route_of(headers:get(":path"))
+  if not edited or headers:get(":method") ~= "POST" then
+    return
+  end
+
+  if MAX_BODY then
+    local length = headers:get("content-length")
+    if length and tonumber(length) > MAX_BODY then
+      return refuse(handle, 413, "too_large", too_large(), nil)
+    end
+  end
+
+  local raw = headers:get(HEADER)
+  local verdict = default
+  if raw then
+    local value = header_value(headers, raw)
+    verdict = value and read(value) or priority.AMBIGUOUS
+    if not verdict.text and settings.reject_invalid then
+      return refuse(handle, 400, verdict.outcome, verdict.message, HEADER)
+    end
+  end
+  if not verdict or not verdict.text then
+    tell(handle, verdict and verdict.outcome or "absent", nil)
+    if MAX_BODY then
+      watch_size(handle)
+    end
+    return
+  end
+
+  if edited == "response" then
+    -- The request cannot carry it. The answer is edited: see envoy_on_response.
+    local metadata = handle:streamInfo():dynamicMetadata()
+    metadata:set(NAMESPACE, "answer_value", verdict.text)
+    metadata:set(NAMESPACE, "answer_source", verdict.source)
+    metadata:set(NAMESPACE, "answer_note", verdict.note)
+    if raw and not settings.keep_header then
+      headers:remove(HEADER)
+    end
+    if MAX_BODY then
+      watch_size(handle)
+    end
+    return
+  end
+
+  local encoding = headers:get("content-encoding")
+  local unmovable = (encoding and encoding ~= "identity" and "encoded")
+    or (not priority.is_json(headers:get("content-type")) and "not_json")
+  if not unmovable then
+    return edit_request(handle, headers, verdict)
+  end
+  if settings.reject_unmovable and raw then
+    return refuse(handle, 415, unmovable, UNMOVABLE[unmovable], HEADER)
+  end
+  tell(handle, unmovable, nil)
+  if MAX_BODY then
+    watch_size(handle)
+  end
+end
+
+-- Replaces an answer with the refusal of the request that it answers.
+local function replace_answer(handle, headers, status, body)
+  headers:replace(":status", status)
+  headers:replace("content-type", "application/json")
+  headers:remove("content-length")
+  headers:remove("content-encoding")
+  for chunk in handle:bodyChunks() do
+    chunk:setBytes(body)
+    body = ""
+  end
+end
+
+local function edit_answer(handle, headers, metadata)
+  local verdict = { text = metadata.answer_value, source = metadata.answer_source, note = metadata.answer_note }
+  local encoding = headers:get("content-encoding")
+  local outcome = (encoding and "encoded")
+    or (headers:get(":status") == "200" and priority.is_json(headers:get("content-type")) and "response_edited")
+    or "not_json"
+  if outcome ~= "response_edited" then
+    tell(handle, outcome, nil)
+    if REPORT then
+      headers:replace(REPORT, "none; outcome=" .. outcome)
+    end
+    return
+  end
+  if REPORT then
+    headers:replace(REPORT, report_of(outcome, verdict))
+  end
+  headers:remove("content-length")
+  local editor = json_edit.new(MEMBER, verdict.text, nil, false, false)
+  json_edit.accept_list(editor)
+  for chunk in handle:bodyChunks() do
+    local size = chunk:length()
+    if size > 0 then
+      local new = json_edit.feed(editor, chunk:getBytes(0, size))
+      if new then
+        chunk:setBytes(new)
+      end
+    end
+  end
+  tell(handle, json_edit.result(editor) and outcome or "not_json", verdict)
+end
+
+function envoy_on_response(handle)
+  local metadata = handle:streamInfo():dynamicMetadata():get(NAMESPACE)
+  if not metadata then
+    return
+  end
+  local headers = handle:headers()
+  if metadata.answer_value then
+    return edit_answer(handle, headers, metadata)
+  end
+  if REPORT and metadata.report then
+    headers:replace(REPORT, metadata.report)
+  end
+  if metadata.refused_status then
+    replace_answer(handle, headers, metadata.refused_status, metadata.refused_body)
+  end
+end

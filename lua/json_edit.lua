@@ -1,1 +1,539 @@
-return {}
+-- Sets one top-level integer member of a JSON object that arrives in chunks of any size.
+--
+-- The text is edited, never decoded and encoded again: each value of the member is replaced where it
+-- stands, under an escaped key too; where there is none, one member is added before the closing brace.
+-- All other bytes stay. Memory is bounded by a chunk: nothing is kept of a chunk that was passed on.
+--
+-- With a promised length (Content-Length, which leaves before the body is seen) the text is longer by
+-- growth() bytes whatever is found in it, and what the edit does not use is JSON white space behind it:
+-- at most MAX_FILLER bytes, since a longer old value leaves white space where it stood, and members that
+-- would outgrow the promise are taken out instead (their first one says the same).
+--
+-- Malformed JSON is passed on: the server's own error is the better one.
+
+local byte, find, rep, sub = string.byte, string.find, string.rep, string.sub
+
+local json_edit = {}
+
+local MAX_FILLER = 32
+
+-- A scalar that is longer is taken for well-formed: no integer that a server accepts is.
+local MAX_SCALAR = 64
+
+-- Bytes held back while a member that may have to be taken out is not yet seen whole.
+local MAX_HELD = 65536
+
+-- Below this distance brackets are looked for byte by byte, above it by string.find, which is memchr.
+local NEAR = 16
+
+-- States: what the next byte belongs to.
+local START, FIRST_KEY, NEXT_KEY, KEY, COLON, VALUE, SCALAR, STRING, NESTED, AFTER, LIST, DONE, PASS, WIDE =
+  1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14
+
+local QUOTE, BACKSLASH, COMMA, COLON_SIGN = 34, 92, 44, 58
+local OPEN_OBJECT, CLOSE_OBJECT, OPEN_LIST, CLOSE_LIST = 123, 125, 91, 93
+
+-- What a byte outside strings does to the nesting depth.
+local DEPTH_CHANGE = {}
+for code = 0, 255 do
+  DEPTH_CHANGE[code] = 0
+end
+DEPTH_CHANGE[OPEN_OBJECT], DEPTH_CHANGE[OPEN_LIST] = 1, 1
+DEPTH_CHANGE[CLOSE_OBJECT], DEPTH_CHANGE[CLOSE_LIST] = -1, -1
+
+-- A new editor.
+--   name    the member, ASCII letters and digits
+--   text    its value, a decimal integer
+--   length  bytes of the whole text where a length is promised, else nil
+--   keep    true: a member that is there stays, only a missing one is added
+--   wide    true: the filler must fit a UTF-16 or UTF-32 text, should it be one
+function json_edit.new(name, text, length, keep, wide)
+  local member = '"' .. name .. '":' .. text
+  local growth = #member + 1
+  if wide then
+    growth = growth + (-growth) % 4
+  end
+  return {
+    name = name,
+    text = text,
+    member = member,
+    keep = keep,
+    wide = wide,
+    length = length,
+    growth = length and growth or 0,
+    owed = length and growth or 0, -- bytes promised and not yet written
+    received = 0,
+    state = START,
+    escaped = false, -- inside a string: the next byte follows an odd number of backslashes
+    depth = 0, -- inside a nested value
+    in_string = false, -- inside a string of a nested value
+    key = nil, -- the part of a key that came with earlier chunks
+    target = false, -- the member's value comes next
+    dropping = false, -- the bytes of an old value are left out
+    erasing = false, -- and its key and comma with it
+    scalar = nil, -- an old value, kept until it is seen to be well-formed
+    held = nil, -- bytes not yet passed on
+    found = 0, -- members seen in this object
+    edits = 0, -- members replaced or added
+    added = false,
+    in_list = false,
+    head = "", -- the first bytes, which tell UTF-16 from UTF-32
+    failed = nil, -- why the text is no object that could be edited
+  }
+end
+
+-- By how many bytes a text of promised length becomes longer.
+function json_edit.growth(editor)
+  return editor.growth
+end
+
+-- Edits the objects of a top-level list too, each for itself. For texts without a promised length.
+function json_edit.accept_list(editor)
+  editor.in_list = true
+end
+
+-- Why the text cannot be edited, as far as it has come: see result(). nil where it can.
+function json_edit.failure(editor)
+  return editor.failed
+end
+
+-- What came of it, once the text has ended: "inserted", "replaced", "kept" (a member was there and was to
+-- stay), or nil and why not: "malformed", "not_object", "wide" (UTF-16 or UTF-32), "overfull".
+function json_edit.result(editor)
+  if editor.failed then
+    return nil, editor.failed
+  elseif editor.state ~= DONE then
+    return nil, "malformed"
+  elseif editor.added then
+    return "inserted"
+  elseif editor.edits > 0 then
+    return "replaced"
+  elseif editor.found > 0 then
+    return "kept"
+  end
+  return nil, "not_object"
+end
+
+-- Position of the quote that ends a string, from position i on. Without one: nil, and whether the byte
+-- after the chunk is escaped. Only a quote can end a string, so only what precedes one is looked at.
+local function string_end(s, i, escaped)
+  local first = escaped and i + 1 or i
+  local from = first
+  while true do
+    local quote = find(s, '"', from, true)
+    local last = (quote or #s + 1) - 1
+    local backslashes = last
+    while backslashes >= first and byte(s, backslashes) == BACKSLASH do
+      backslashes = backslashes - 1
+    end
+    local odd = (last - backslashes) % 2 == 1
+    if not quote then
+      -- A chunk that ends before the escaped byte came leaves it escaped.
+      return nil, odd or (escaped and i > #s)
+    end
+    if not odd then
+      return quote
+    end
+    from = quote + 1
+  end
+end
+
+-- Position of the bracket that ends the nested value, from position i on; nil where it is not in this chunk.
+local function nested_end(editor, s, i)
+  local size = #s
+  local none = size + 1
+  local depth = editor.depth
+  if editor.in_string then
+    local quote, escaped = string_end(s, i, editor.escaped)
+    if not quote then
+      editor.escaped = escaped
+      return nil
+    end
+    editor.in_string, editor.escaped = false, false
+    i = quote + 1
+  end
+  -- The next bracket of each kind, looked for again only once it is passed: no byte is scanned twice for one.
+  local open_object, open_list, close_object, close_list = 0, 0, 0, 0
+  local quote = find(s, '"', i, true) or none
+  while true do
+    if quote - i <= NEAR then
+      for k = i, quote - 1 do
+        depth = depth + DEPTH_CHANGE[byte(s, k)]
+        if depth == 0 then
+          return k
+        end
+      end
+    else
+      while true do
+        if close_list < i then
+          close_list = find(s, "]", i, true) or none
+        end
+        if close_object < i then
+          close_object = find(s, "}", i, true) or none
+        end
+        if open_list < i then
+          open_list = find(s, "[", i, true) or none
+        end
+        if open_object < i then
+          open_object = find(s, "{", i, true) or none
+        end
+        local close = close_list < close_object and close_list or close_object
+        local open = open_list < open_object and open_list or open_object
+        if close < open then
+          if close >= quote then
+            break
+          end
+          depth = depth - 1
+          if depth == 0 then
+            return close
+          end
+          i = close + 1
+        else
+          if open >= quote then
+            break
+          end
+          depth = depth + 1
+          i = open + 1
+        end
+      end
+    end
+    if quote == none then
+      editor.depth = depth
+      return nil
+    end
+    local close, escaped = string_end(s, quote + 1, false)
+    if not close then
+      editor.depth, editor.in_string, editor.escaped = depth, true, escaped
+      return nil
+    end
+    i = close + 1
+    quote = find(s, '"', i, true) or none
+  end
+end
+
+-- Position and code of the first byte from i on that is no white space; the code is nil at the end.
+local function skip_space(s, i)
+  local code = byte(s, i)
+  while code == 32 or code == 10 or code == 13 or code == 9 do
+    i = i + 1
+    code = byte(s, i)
+  end
+  return i, code
+end
+
+local function unescape(digits)
+  return string.char(tonumber(digits, 16))
+end
+
+-- Whether a key, as it is written between its quotes, is the name.
+local function is_name(key, name)
+  if key == name then
+    return true
+  end
+  -- Written with escapes it is longer by 5 bytes for each.
+  if #key < #name + 5 or #key > #name * 6 or not find(key, "\\", 1, true) then
+    return false
+  end
+  return key:gsub("\\u00(%x%x)", unescape) == name
+end
+
+local function is_scalar(text)
+  return find(text, "^-?%d+%.?%d*[eE]?[+-]?%d*$") ~= nil
+    or text == "true"
+    or text == "false"
+    or text == "null"
+    or text == "NaN"
+    or text == "Infinity"
+    or text == "-Infinity"
+end
+
+-- White space in place of `count` old bytes that went, as far as it would not fit behind the text.
+local function owe(editor, count)
+  if not editor.length then
+    return ""
+  end
+  local owed = editor.owed + count
+  if owed <= MAX_FILLER then
+    editor.owed = owed
+    return ""
+  end
+  editor.owed = MAX_FILLER
+  return rep(" ", owed - MAX_FILLER)
+end
+
+local function give_up(editor, why)
+  editor.state, editor.failed = why == "wide" and WIDE or PASS, why
+end
+
+-- White space for what is still owed, in the units of the text's encoding (json.detect_encoding of Python).
+local function filler(editor)
+  local owed = editor.owed
+  editor.owed = 0
+  if editor.state ~= WIDE then
+    return rep(" ", owed)
+  end
+  local a, b, c, d = byte(editor.head, 1, 4)
+  local unit
+  if a == 0 and b == 0 then
+    unit = "\0\0\0 "
+  elseif a == 0 or (a == 254 and b == 255) then
+    unit = "\0 "
+  elseif c == 0 and d == 0 then
+    unit = " \0\0\0"
+  else
+    unit = " \0"
+  end
+  return rep(unit, math.floor(owed / #unit)) .. rep(" ", owed % #unit)
+end
+
+-- Edits one chunk: the bytes to pass on instead of it, or nil where it is passed on as it is.
+function json_edit.feed(editor, s)
+  editor.received = editor.received + #s
+  local last = editor.length and editor.received >= editor.length
+  local state = editor.state
+  if (state == DONE or state == PASS) and not last then
+    return nil
+  end
+  local out = nil -- what was written before position `from`; nil while that is unchanged
+  local from = 1 -- the first byte not yet written (or not yet left out)
+  if editor.held then
+    s = editor.held .. s
+    editor.held, out = nil, ""
+  end
+  local size = #s
+  local i = 1
+  local comma = nil -- position of a comma that may have to go with its member
+  if editor.dropping then
+    out = ""
+  end
+
+  while i <= size do
+    if state == AFTER then
+      local code
+      i, code = skip_space(s, i)
+      if code == COMMA then
+        if editor.length and editor.found > 0 and not editor.keep and editor.owed < #editor.text then
+          comma = i
+        end
+        state = NEXT_KEY
+        i = i + 1
+      elseif code == CLOSE_OBJECT then
+        if editor.found == 0 then
+          local member = (editor.empty and "" or ",") .. editor.member
+          out = (out or "") .. sub(s, from, i - 1) .. member
+          from = i
+          editor.owed = editor.owed - (editor.length and #member or 0)
+          editor.added = true
+        end
+        state = editor.in_list == "open" and LIST or DONE
+        i = i + 1
+      elseif code then
+        give_up(editor, "malformed")
+        state = PASS
+      end
+    elseif state == FIRST_KEY or state == NEXT_KEY then
+      local code
+      i, code = skip_space(s, i)
+      if code == QUOTE then
+        state = KEY
+        i = i + 1
+        editor.key = ""
+        editor.escaped = false
+      elseif code == CLOSE_OBJECT and state == FIRST_KEY then
+        editor.empty = true
+        state = AFTER
+      elseif code == 0 and state == FIRST_KEY then
+        give_up(editor, "wide")
+        state = WIDE
+      elseif code then
+        give_up(editor, "malformed")
+        state = PASS
+      end
+    elseif state == KEY then
+      local quote, escaped = string_end(s, i, editor.escaped)
+      local key = editor.key
+      if key == "" then
+        key = sub(s, i, (quote or size + 1) - 1)
+      elseif #key <= #editor.name * 6 then
+        key = key .. sub(s, i, (quote or size + 1) - 1)
+      end
+      if quote then
+        editor.target = is_name(key, editor.name)
+        editor.key = nil
+        if editor.target then
+          editor.found = editor.found + 1
+          if comma then
+            out = (out or "") .. sub(s, from, comma - 1)
+            from = comma
+            editor.dropping, editor.erasing = true, true
+          end
+        end
+        comma = nil
+        state = COLON
+        i = quote + 1
+      else
+        if #key > #editor.name * 6 then
+          comma = nil -- too long to be the name, however it is written
+        end
+        editor.key, editor.escaped = key, escaped
+        i = size + 1
+      end
+    elseif state == COLON then
+      local code
+      i, code = skip_space(s, i)
+      if code == COLON_SIGN then
+        state = VALUE
+        i = i + 1
+      elseif code then
+        give_up(editor, "malformed")
+        state = PASS
+      end
+    elseif state == VALUE then
+      local code
+      i, code = skip_space(s, i)
+      if code == QUOTE then
+        state = STRING
+        editor.escaped = false
+      elseif code == OPEN_LIST or code == OPEN_OBJECT then
+        state = NESTED
+        editor.depth, editor.in_string, editor.escaped = 1, false, false
+      elseif code == COMMA or code == CLOSE_OBJECT or code == CLOSE_LIST or code == COLON_SIGN then
+        give_up(editor, "malformed")
+        state = PASS
+      elseif code then
+        state = SCALAR
+      end
+      if code and state ~= PASS then
+        if editor.target and not editor.keep then
+          if not editor.erasing then
+            out = (out or "") .. sub(s, from, i - 1)
+            from = i
+            editor.dropping = true
+            if state == SCALAR then
+              editor.scalar = ""
+            else
+              out = out .. editor.text
+              editor.owed = editor.owed - (editor.length and #editor.text or 0)
+            end
+          end
+          editor.edits = editor.edits + 1
+        end
+        if state ~= SCALAR then
+          i = i + 1
+        end
+      end
+    elseif state == LIST then
+      local code
+      i, code = skip_space(s, i)
+      if code == OPEN_OBJECT then
+        editor.found, editor.empty = 0, false
+        state = FIRST_KEY
+      elseif code == CLOSE_LIST then
+        state = DONE
+      elseif code and code ~= COMMA then
+        give_up(editor, "not_object")
+        state = PASS
+      end
+      i = i + 1
+    elseif state == START then
+      -- A byte order mark may stand before the text; all else that is no object goes on as it is.
+      if editor.received == size and sub(s, 1, 3) == "\239\187\191" then
+        i = 4
+      end
+      local code
+      i, code = skip_space(s, i)
+      if code == OPEN_OBJECT then
+        state = FIRST_KEY
+        i = i + 1
+      elseif code == OPEN_LIST and editor.in_list then
+        editor.in_list = "open"
+        state = LIST
+        i = i + 1
+      elseif code == 0 or code == 254 or code == 255 then
+        give_up(editor, "wide")
+        state = WIDE
+      elseif code == 239 or code == 187 or code == 191 then
+        i = i + 1 -- a byte order mark in pieces
+      elseif code then
+        give_up(editor, "not_object")
+        state = PASS
+      end
+    elseif state == WIDE or state == DONE or state == PASS then
+      break
+    else
+      -- Inside a value: SCALAR, STRING or NESTED.
+      local stop
+      if state == NESTED then
+        stop = nested_end(editor, s, i)
+      elseif state == STRING then
+        local escaped
+        stop, escaped = string_end(s, i, editor.escaped)
+        editor.escaped = escaped
+      else
+        local k = i
+        local code = byte(s, k)
+        while code and code ~= COMMA and code ~= CLOSE_OBJECT and code > 32 do
+          k = k + 1
+          code = byte(s, k)
+        end
+        if editor.scalar then
+          editor.scalar = editor.scalar .. sub(s, i, k - 1)
+        end
+        stop = code and k - 1
+        if editor.scalar and (stop or #editor.scalar > MAX_SCALAR) then
+          local text = editor.text
+          if #editor.scalar <= MAX_SCALAR and not is_scalar(editor.scalar) then
+            text = editor.scalar
+            give_up(editor, "malformed")
+          end
+          editor.scalar = nil
+          out = out .. text
+          editor.owed = editor.owed - (editor.length and #text or 0)
+        end
+      end
+      if stop then
+        if editor.dropping then
+          out = out .. owe(editor, stop - from + 1)
+          from = stop + 1
+          editor.dropping, editor.erasing = false, false
+        end
+        editor.target = false
+        state = editor.failed and PASS or AFTER
+        i = stop + 1
+      else
+        i = size + 1
+      end
+    end
+  end
+
+  editor.state = state
+  if editor.wide and #editor.head < 4 then
+    editor.head = sub(editor.head .. s, 1, 4)
+  end
+  if comma and not last then
+    -- Whether this comma stays is not known yet: it waits, and is looked at again with what follows.
+    out = (out or "") .. sub(s, from, comma - 1)
+    editor.key = nil
+    if size - comma >= MAX_HELD then
+      give_up(editor, "overfull")
+      return out .. sub(s, comma)
+    end
+    editor.held, editor.state = sub(s, comma), AFTER
+    return out
+  end
+  if editor.dropping then
+    out = out .. owe(editor, size - from + 1)
+    from = size + 1
+    if last and editor.scalar then
+      local text = sub(editor.scalar, 1, editor.owed)
+      out = out .. text
+      editor.owed = editor.owed - #text
+    end
+  end
+  if last and editor.owed > 0 then
+    return (out or "") .. sub(s, from) .. filler(editor)
+  end
+  return out and out .. sub(s, from)
+end
+
+return json_edit
