@@ -26,7 +26,7 @@ class Certificate:
         self.context.sni_callback = self._use_current
 
     def reload(self) -> bool | None:
-        """Look at the files: True where a new pair was loaded, False where it was refused, None where nothing changed."""
+        """Look at the files: True where a new pair was loaded, False where it was refused, None where none came."""
         try:
             content = self._read()
             if content == self._content:
