@@ -6,6 +6,7 @@ import re
 from base64 import b64encode
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,18 @@ VARIANTS: Mapping[str, Variant] = {
                 "excludedNamespaces": ["kube-public", "kube-system"],
                 "namespaceLabels": {"team": "ml"},
             },
+            "readServices": True,
+            "sidecar": {
+                "image": "images.example/envoy:v1.40.0",
+                "redirectImage": "images.example/nft:1",
+                "resources": {"requests": {"cpu": "1"}, "limits": {"memory": "2Gi"}},
+                "concurrency": 4,
+                "native": True,
+                "drainSeconds": 15,
+                "listenHost": "::",
+                "uninjectable": "skip",
+                "numericServices": "redirect",
+            },
             "serviceAccount": {"name": "priorities", "annotations": {"example.com/owner": "ml"}},
             "runAsUser": None,
             "priorityClassName": "system-cluster-critical",
@@ -107,10 +120,16 @@ def golden_files() -> dict[str, Callable[[], str]]:
     return files
 
 
+@cache
+def rendered(name: str) -> str:
+    """A variant's manifests, as helm gave them."""
+    variant = VARIANTS[name]
+    return template(variant.values, variant.flags)
+
+
 def manifests(name: str) -> str:
     """A variant's manifests, with what is new at every run replaced by a word."""
-    variant = VARIANTS[name]
-    return without_chance(template(variant.values, variant.flags))
+    return without_chance(rendered(name))
 
 
 def without_chance(text: str) -> str:
@@ -160,7 +179,18 @@ _TYPES: dict[str, Any] = {
         "namespaceLabels": _LABELS,
         "url": {"type": "string", "pattern": "^(https://[^/?#@\\s]+/inject)?$"},
     },
-    "sidecar": {"image": _TEXT},
+    "sidecar": {
+        "image": {"type": "string", "pattern": "^\\S*$"},
+        "redirectImage": {"type": "string", "pattern": "^\\S*$"},
+        "resources": _OBJECT,
+        "concurrency": {"type": "integer", "minimum": 1, "maximum": 64},
+        "runAsUser": {"type": ["integer", "null"], "minimum": 1},
+        "native": {"enum": ["auto", "true", "false", True, False]},
+        "drainSeconds": {"type": "integer", "minimum": 0, "maximum": 3600},
+        "listenHost": _enum("0.0.0.0", "::"),
+        "uninjectable": _enum("refuse", "skip"),
+        "numericServices": _enum("warn", "redirect"),
+    },
     "certificates": {
         "source": _enum("chart", "cert-manager", "secret"),
         "days": {"type": "integer", "minimum": 1, "maximum": 36500},
@@ -233,7 +263,7 @@ def _group(
     properties = {}
     for key, kind in types.items():
         path = (*at, key)
-        inner = kind if "type" in kind or "$ref" in kind else _group(kind, defaults[key], descriptions, path)
+        inner = kind if {"type", "$ref", "enum"} & set(kind) else _group(kind, defaults[key], descriptions, path)
         properties[key] = {"description": descriptions[path], **inner} if path in descriptions else dict(inner)
     return {"type": "object", "additionalProperties": False, "properties": properties}
 

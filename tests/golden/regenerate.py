@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from tests.golden import chart
+from tests.golden import chart, dashboard
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -51,7 +51,11 @@ class Golden:
 
 def golden_files() -> list[Golden]:
     """The table."""
-    return [Golden(path, produce) for path, produce in chart.golden_files().items()]
+    return [
+        # Before the chart's: its ConfigMap holds the dashboard.
+        Golden("deploy/chart/files/dashboard.json", dashboard.dashboard),
+        *(Golden(path, produce) for path, produce in chart.golden_files().items()),
+    ]
 
 
 def main() -> int:

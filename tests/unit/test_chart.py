@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from control_plane.policy import parse_policies
 from tests.golden.chart import OWN_CA, VARIANTS, value_comments
+from tests.golden.chart import rendered as golden_rendered
 from tests.helm import CHART, NAMESPACE, RELEASE, HelmError, documents, find, helm, template
 
 Objects = list[dict[str, Any]]
@@ -30,7 +31,7 @@ CUSTOM_GROUPS = ("cert-manager.io/", "monitoring.coreos.com/")
 
 @pytest.fixture(scope="module")
 def rendered() -> dict[str, Objects]:
-    return {name: documents(template(variant.values, variant.flags)) for name, variant in VARIANTS.items()}
+    return {name: documents(golden_rendered(name)) for name in VARIANTS}
 
 
 def one(objects: Objects, kind: str) -> dict[str, Any]:
@@ -111,14 +112,14 @@ def test_every_pod_meets_pod_security_restricted(rendered: dict[str, Objects]) -
 def test_no_pod_is_given_a_token_that_it_does_not_need(rendered: dict[str, Objects]) -> None:
     for name, objects in rendered.items():
         spec = one(objects, "Deployment")["spec"]["template"]["spec"]
-        assert spec["automountServiceAccountToken"] is name.startswith("read-services")
+        assert spec["automountServiceAccountToken"] is (name.startswith("read-services") or name == "everything-set")
 
 
 def test_nothing_may_ask_the_api_unless_services_may_be_read(rendered: dict[str, Objects]) -> None:
     kinds = {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"}
     for name, objects in rendered.items():
         roles = [document for document in objects if document["kind"] in kinds]
-        assert bool(roles) == name.startswith("read-services")
+        assert bool(roles) == (name.startswith("read-services") or name == "everything-set")
         for role in roles:
             for rule in role.get("rules", []):
                 assert rule == {"apiGroups": [""], "resources": ["services"], "verbs": ["get", "list", "watch"]}
@@ -283,6 +284,11 @@ def test_a_single_replica_can_still_be_drained() -> None:
         ({"policyConfigMap": "mine", "policies": [{"name": "a", "selector": {}}]}, "would be passed over"),
         ({"readServicesNamespaces": ["ml"]}, "but readServices is false"),
         ({"readServices": True, "serviceAccount": {"create": False}}, "would let every pod of the namespace"),
+        ({"sidecar": {"numericServices": "redirect"}}, "cannot see what a Service targets"),
+        (
+            {"readServices": True, "sidecar": {"numericServices": "redirect", "runAsUser": None}},
+            "a redirect exempts the sidecar by its user",
+        ),
         ({"podLabels": {"vllm-priority.io/inject": "true"}}, "would wait for itself"),
     ],
 )

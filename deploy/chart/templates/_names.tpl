@@ -63,3 +63,31 @@ runAsNonRoot: true
 seccompProfile:
   type: RuntimeDefault
 {{- end -}}
+
+{{/* How the injector is set up. Where sidecars get their policy: the Service, unless the control plane is outside. */}}
+{{- define "vllm-priority.injectorArguments" -}}
+- --control-plane={{ include "vllm-priority.fullname" . }}.{{ .Release.Namespace }}.svc:8080
+- --own-namespace={{ .Release.Namespace }}
+- --kubernetes-version={{ .Capabilities.KubeVersion.Version }}
+{{- with .Values.sidecar }}
+{{- with .image }}
+- --sidecar-image={{ . }}
+{{- end }}
+{{- with .redirectImage }}
+- --redirect-image={{ . }}
+{{- end }}
+{{- with .resources }}
+- {{ printf "--sidecar-resources=%s" (toJson .) | quote }}
+{{- end }}
+- --sidecar-concurrency={{ .concurrency }}
+- --sidecar-uid={{ if .runAsUser }}{{ int64 .runAsUser }}{{ else }}none{{ end }}
+- --native={{ .native }}
+- --drain-seconds={{ .drainSeconds }}
+- {{ printf "--sidecar-listen-host=%s" .listenHost | quote }}
+- --uninjectable={{ .uninjectable }}
+{{- end }}
+{{- if .Values.readServices }}
+- --read-services
+- --numeric-services={{ .Values.sidecar.numericServices }}
+{{- end }}
+{{- end -}}

@@ -30,6 +30,12 @@
 {{- if and .Values.readServices (eq (include "vllm-priority.serviceAccount" .) "default") -}}
   {{- fail "readServices would let every pod of the namespace read Services, because the service account is default: set serviceAccount.create to true, or serviceAccount.name." -}}
 {{- end -}}
+{{- if and (eq .Values.sidecar.numericServices "redirect") (not .Values.readServices) -}}
+  {{- fail "sidecar.numericServices is redirect, but without readServices the control plane cannot see what a Service targets: set readServices to true, or leave numericServices at warn." -}}
+{{- end -}}
+{{- if and (eq .Values.sidecar.numericServices "redirect") (not .Values.sidecar.runAsUser) -}}
+  {{- fail "sidecar.numericServices is redirect, but sidecar.runAsUser is null, and a redirect exempts the sidecar by its user: set one, or leave numericServices at warn." -}}
+{{- end -}}
 {{- if hasKey .Values.podLabels "vllm-priority.io/inject" -}}
   {{- fail "podLabels has vllm-priority.io/inject: the control plane would wait for itself to start. Leave that label out." -}}
 {{- end -}}
