@@ -164,10 +164,11 @@ class Policy(_Model):
         if isinstance(self.default, str) and self.default not in self.classes:
             known = ", ".join(self.classes) or "none are defined"
             raise ValueError(f"default: {self.default!r} is no class; allowed: an integer, or a class ({known})")
-        if (value := self.default_value) is not None:
-            if not bounds.contains(value):
-                raise ValueError(f"default: {value} is outside range; allowed: a value within range")
-            self._check_negatable("default", value)
+        default = self.default_value
+        if default is not None:
+            if not bounds.contains(default):
+                raise ValueError(f"default: {default} is outside range; allowed: a value within range")
+            self._check_negatable("default", default)
         for key, paths in (
             ("render", self.routes.for_role("render")),
             ("engine", self.routes.for_role("engine")),
@@ -229,11 +230,13 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str | int | float | bool | None):
                 continue
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is there twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is there twice", key_node.start_mark
+                )
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -267,7 +270,9 @@ def parse_policies(text: str, source: str = "policy") -> Policies:
             raise PolicyError(f"{source}: {path}: {_shown(entry)} is not allowed; allowed: name, selector, policy")
         own = entry.get("policy") or {}
         if not isinstance(own, dict):
-            raise PolicyError(f"{source}: {path}.policy: {_shown(own)} is not allowed; allowed: a mapping of policy keys")
+            raise PolicyError(
+                f"{source}: {path}.policy: {_shown(own)} is not allowed; allowed: a mapping of policy keys"
+            )
         policy = _validate(Policy, {**top, **own}, source, f"{path}.policy.")
         named.append(_validate(NamedPolicy, {**entry, "policy": policy}, source, f"{path}."))
     return _validate(Policies, {"default": default, "named": named}, source)

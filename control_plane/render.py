@@ -188,7 +188,7 @@ def bootstrap(policy: Policy, placement: Placement) -> Resource:
 
 
 def xds(policy: Policy, placement: Placement) -> list[Resource]:
-    """The same as discovery resources, each with its type: for those who serve them with a control plane of their own."""
+    """The same as discovery resources, each with its type, for a control plane of one's own."""
     return [
         {"@type": "type.googleapis.com/envoy.config.listener.v3.Listener", **resource}
         for resource in listeners(policy, placement)

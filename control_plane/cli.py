@@ -1,0 +1,403 @@
+"""The commands. Exit status: 0 done, 1 the thing asked about fails, 2 bad input: one line on stderr, no traceback."""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from control_plane import __version__, sidecar
+from control_plane.errors import BadInput, PolicyError, PriorityError
+from control_plane.explain import Explanation, explain
+from control_plane.policy import ROLES, Policies, Policy, Role, load_policies
+from control_plane.render import (
+    TARGETS,
+    Address,
+    Placement,
+    bootstrap,
+    render,
+    to_yaml,
+)
+
+_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+def _example(text: str) -> str:
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in text.strip().splitlines())
+
+
+def _policies(path: str | None) -> Policies:
+    return Policies() if path is None else load_policies(path)
+
+
+def _policy(path: str | None, name: str | None) -> Policy:
+    policies = _policies(path)
+    chosen = policies.choose({}, name)
+    if chosen is None:
+        known = ", ".join(["default", *(entry.name for entry in policies.named)])
+        raise PolicyError(f"--policy-name: {path or 'the default policy'} has no policy {name!r}; allowed: {known}")
+    return chosen
+
+
+def _placement(role: Role, upstream: str | None, listen: str | None, admin: str | None) -> Placement:
+    default = Placement.default(role)
+    return replace(
+        default,
+        listen=Address.parse(listen, "--listen") if listen else default.listen,
+        upstream=Address.parse(upstream, "--upstream") if upstream else default.upstream,
+        admin=Address.parse(admin, "--admin") if admin else default.admin,
+    )
+
+
+_role = click.option("--role", type=click.Choice(ROLES), required=True, help="What vLLM does there.")
+_policy_file = click.option("--policy", metavar="FILE", help="Policy in YAML. Default: the built-in policy.")
+_policy_name = click.option("--policy-name", metavar="NAME", help="One of the file's named policies.")
+_listen = click.option("--listen", metavar="HOST:PORT", help="Where the sidecar listens. Default: as the role has it.")
+_admin = click.option("--admin", metavar="HOST:PORT", help="Envoy's admin: metrics and drain. Default: loopback.")
+_control_plane = click.option(
+    "--control-plane", metavar="HOST:PORT", help="A running `vllm-priority serve` that sends policy changes."
+)
+_json_flag = click.option("--json", "as_json", is_flag=True, help="For machines.")
+
+
+@click.group(
+    context_settings=_CONTEXT,
+    epilog=_example(
+        "vllm-priority demo\nvllm-priority run --role engine --upstream 127.0.0.1:8001 --listen 0.0.0.0:18001"
+    ),
+)
+def cli() -> None:
+    """Request priorities on the vLLM routes that ignore the X-Vllm-Priority header."""
+
+
+@cli.command(epilog=_example("vllm-priority version"))
+@_json_flag
+def version(as_json: bool) -> None:
+    """Say which version this is, and which Envoy it would run."""
+    try:
+        envoy = str(sidecar.find_envoy())
+        found = sidecar.envoy_version(Path(envoy))
+    except PriorityError:
+        envoy, found = "", ""
+    if as_json:
+        click.echo(json.dumps({"version": __version__, "envoy": found or None, "envoy_path": envoy or None}))
+    else:
+        click.echo(f"vllm-priority {__version__} (Envoy {found or 'not found'})")
+
+
+@cli.command(epilog=_example("vllm-priority validate -f policy.yaml"))
+@click.option("-f", "--file", "path", metavar="FILE", required=True, help="Policy in YAML.")
+@_json_flag
+def validate(path: str, as_json: bool) -> None:
+    """Check a policy file."""
+    policies = load_policies(path)
+    names = [entry.name for entry in policies.named]
+    if as_json:
+        click.echo(json.dumps({"valid": True, "default": policies.default.model_dump(mode="json"), "named": names}))
+    else:
+        click.echo(f"{path}: valid" + (f"; named policies: {', '.join(names)}" if names else ""))
+
+
+@cli.command(
+    epilog=_example(
+        "vllm-priority config --role render --target bootstrap -o render.yaml\n"
+        "vllm-priority config --role engine --target istio --policy policy.yaml | kubectl apply -f -"
+    )
+)
+@_role
+@click.option("--target", type=click.Choice(list(TARGETS)), required=True, help="What will read it.")
+@_policy_file
+@_policy_name
+@click.option("--upstream", metavar="HOST:PORT", help="The vLLM server. Default: as the role has it.")
+@_listen
+@_admin
+@_control_plane
+@click.option("--access-log", metavar="FILE", default="/dev/stdout", show_default=True, help="Envoy's access log.")
+@click.option("--check", is_flag=True, help="Have Envoy check a bootstrap before it is written.")
+@click.option("--envoy", metavar="FILE", help="Envoy for --check. Default: $ENVOY, the PATH, the PyPI wheel.")
+@click.option("-o", "--output", metavar="FILE", help="Where to write. Default: standard output.")
+def config(
+    role: Role,
+    target: str,
+    policy: str | None,
+    policy_name: str | None,
+    upstream: str | None,
+    listen: str | None,
+    admin: str | None,
+    control_plane: str | None,
+    access_log: str,
+    check: bool,
+    envoy: str | None,
+    output: str | None,
+) -> None:
+    """Write the configuration for Envoy, Istio or Envoy Gateway."""
+    placement = replace(
+        _placement(role, upstream, listen, admin),
+        access_log=access_log,
+        control_plane=Address.parse(control_plane, "--control-plane") if control_plane else None,
+        policy_name=policy_name,
+    )
+    documents = render(target, _policy(policy, policy_name), placement)
+    if check:
+        if target != "bootstrap":
+            raise BadInput(f"--check: Envoy can check a bootstrap only, not {target!r}; allowed: --target bootstrap")
+        sidecar.check_config(sidecar.find_envoy(envoy), documents[0])
+    text = to_yaml(documents)
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    _write(Path(output), text)
+
+
+@cli.command(
+    epilog=_example(
+        "vllm-priority run --role render --upstream 127.0.0.1:8000 --listen 127.0.0.1:18000\n"
+        "vllm-priority run --role engine --upstream 127.0.0.1:8001 --listen 0.0.0.0:18001 --policy policy.yaml"
+    )
+)
+@_role
+@click.option("--upstream", metavar="HOST:PORT", required=True, help="The vLLM server.")
+@click.option("--listen", metavar="HOST:PORT", required=True, help="Where the sidecar listens.")
+@_admin
+@_policy_file
+@_policy_name
+@_control_plane
+@click.option("--concurrency", type=click.IntRange(1, 1024), default=2, show_default=True, help="Envoy workers.")
+@click.option("--envoy", metavar="FILE", help="Envoy to run. Default: $ENVOY, the PATH, the PyPI wheel.")
+@click.option("--access-log", metavar="FILE", default="/dev/stdout", show_default=True, help="Envoy's access log.")
+@click.option(
+    "--drain", type=click.FloatRange(0, 86400), default=30, show_default=True, metavar="SECONDS",
+    help="How long requests in flight may take to end once it is told to stop.",
+)  # fmt: skip
+def run(
+    role: Role,
+    upstream: str,
+    listen: str,
+    admin: str | None,
+    policy: str | None,
+    policy_name: str | None,
+    control_plane: str | None,
+    concurrency: int,
+    envoy: str | None,
+    access_log: str,
+    drain: float,
+) -> None:
+    """Run a sidecar in the foreground, in front of a vLLM server that is running."""
+    placement = replace(
+        _placement(role, upstream, listen, admin),
+        access_log=access_log,
+        control_plane=Address.parse(control_plane, "--control-plane") if control_plane else None,
+        policy_name=policy_name,
+        node_id=f"{role}-{os.uname().nodename}-{os.getpid()}",
+    )
+    built = bootstrap(_policy(policy, policy_name), placement)
+    program = sidecar.find_envoy(envoy)
+    problem = sidecar.check_upstream(placement.upstream)
+    if problem:
+        click.echo(
+            f"vllm-priority: nothing answers on {placement.upstream} yet ({problem}); requests get a 503 until it does",
+            err=True,
+        )
+    sidecar.run_foreground(built, placement, program, concurrency=concurrency, drain_seconds=drain)
+
+
+@cli.command(
+    name="explain",
+    epilog=_example(
+        "vllm-priority explain --path /v1/chat/completions/render -H 'X-Vllm-Priority: -10' -d '{\"messages\":[]}'\n"
+        "vllm-priority explain --path /inference/v1/generate -H 'X-Vllm-Priority: high' -d @request.json --json"
+    ),
+)
+@click.option("--path", required=True, metavar="PATH", help="Request target, such as /inference/v1/generate.")
+@click.option("-H", "--header", "headers", multiple=True, metavar="'NAME: VALUE'", help="May be given several times.")
+@click.option("-d", "--data", metavar="BODY|@FILE", default="{}", show_default=True, help="Request body. @-: stdin.")
+@click.option("-X", "--method", default="POST", show_default=True)
+@click.option("--role", type=click.Choice(ROLES), default="engine", show_default=True, help="What vLLM does there.")
+@_policy_file
+@_policy_name
+@_json_flag
+def explain_command(
+    path: str,
+    headers: tuple[str, ...],
+    data: str,
+    method: str,
+    role: Role,
+    policy: str | None,
+    policy_name: str | None,
+    as_json: bool,
+) -> None:
+    """Say what the sidecar would do to a request. It runs the sidecar's own Lua here, and sends nothing."""
+    if not path.startswith("/"):
+        raise BadInput(f"--path: {path!r} is no request target; allowed: a path that starts with /")
+    lines = [_header(line) for line in headers]
+    body = _body(data)
+    names = {name.lower() for name, _ in lines}
+    if "content-type" not in names:
+        lines.append(("content-type", "application/json"))
+    if not names & {"content-length", "transfer-encoding"}:
+        lines.append(("content-length", str(len(body))))
+    chosen = _policy(policy, policy_name)
+    found = explain(chosen, role, path, lines, [body] if body else [], method=method.upper())
+    if as_json:
+        click.echo(json.dumps(_explained(found)))
+    else:
+        _print_explanation(found, chosen)
+
+
+def _header(line: str) -> tuple[str, str]:
+    name, colon, value = line.partition(":")
+    if not colon or not name.strip() or not all(ord(character) < 256 for character in line):
+        raise BadInput(f"-H: {line!r} is no header; allowed: 'Name: value'")
+    return name.strip(), value.strip()
+
+
+def _body(data: str) -> bytes:
+    if not data.startswith("@"):
+        return data.encode("utf-8", "surrogateescape")
+    if data == "@-":
+        return sys.stdin.buffer.read()
+    try:
+        return Path(data[1:]).read_bytes()
+    except OSError as error:
+        raise BadInput(f"-d: {data[1:]}: cannot be read: {error.strerror}; allowed: BODY or @FILE") from None
+
+
+def _explained(found: Explanation) -> dict[str, Any]:
+    return {
+        "outcome": found.outcome,
+        "priority": found.value,
+        "source": found.source,
+        "report": found.report,
+        "reaches_vllm": found.refusal is None,
+        "headers": list(found.headers),
+        "body": found.body.decode("utf-8", "backslashreplace"),
+        "answer": None
+        if found.refusal is None
+        else {"status": found.refusal[0], "body": found.refusal[1].decode("utf-8", "backslashreplace")},
+        "edited_answer": None if found.answer is None else found.answer.decode("utf-8", "backslashreplace"),
+    }
+
+
+def _print_explanation(found: Explanation, policy: Policy) -> None:
+    if found.outcome is None:
+        click.echo(
+            "outcome: none. This is no POST on a route that the policy edits: the sidecar lets it pass untouched."
+        )
+        return
+    click.echo(f"outcome: {found.outcome}")
+    if policy.report_header:
+        report = f"{found.value}; source={found.source}; outcome={found.outcome}" if found.value else found.report
+        click.echo(f"answer's header: {policy.report_header}: {report}")
+    if found.refusal is not None:
+        click.echo(
+            f"answered by the sidecar: {found.refusal[0]} {found.refusal[1].decode('utf-8', 'backslashreplace')}"
+        )
+        return
+    click.echo("what vLLM gets:")
+    for name, value in found.headers:
+        click.echo(f"  {name}: {value}")
+    click.echo(f"  {found.body.decode('utf-8', 'backslashreplace')}")
+    if found.answer is not None:
+        click.echo(f'an answer {{"priority":0}} reaches the client as: {found.answer.decode()}')
+
+
+@cli.command(
+    epilog=_example(
+        "vllm-priority doctor --render http://127.0.0.1:8000 --engine http://127.0.0.1:8001\n"
+        "vllm-priority doctor --engine http://engine.vllm.svc:8000 --api-key $VLLM_API_KEY --json"
+    )
+)
+@click.option("--render", "render_url", metavar="URL", help="A render server, or the sidecar in front of it.")
+@click.option("--engine", "engine_url", metavar="URL", help="An engine, or the sidecar in front of it.")
+@click.option("--api-key", metavar="KEY", envvar="VLLM_API_KEY", help="vLLM's --api-key. Default: $VLLM_API_KEY.")
+@click.option("--header", default="x-vllm-priority", show_default=True, help="The request header to try.")
+@click.option("--model", help="As vLLM serves it. Default: the first that it lists.")
+@click.option(
+    "--timeout", type=click.FloatRange(0.1, 600), default=10, show_default=True, help="Seconds for an answer."
+)
+@click.option(
+    "--max-fill", type=click.IntRange(1, 1024), default=8, show_default=True,
+    help="Most long requests to send where an engine runs several at a time.",
+)  # fmt: skip
+@_json_flag
+def doctor(
+    render_url: str | None,
+    engine_url: str | None,
+    api_key: str | None,
+    header: str,
+    model: str | None,
+    timeout: float,
+    max_fill: int,
+    as_json: bool,
+) -> None:
+    """Try a deployment, route by route, and say where a priority is lost. It changes nothing there."""
+    from control_plane import doctor as examination
+
+    settings = examination.DoctorSettings(
+        render=render_url,
+        engine=engine_url,
+        api_key=api_key,
+        header=header,
+        model=model,
+        timeout=timeout,
+        max_fill=max_fill,
+    )
+    report = asyncio.run(examination.examine(settings, lambda line: click.echo(line, err=True)))
+    if as_json:
+        click.echo(json.dumps(report.to_json()))
+    else:
+        Console().print(examination.table(report))
+    sys.exit(report.exit_status)
+
+
+@cli.command(epilog=_example("vllm-priority demo"))
+@click.option("--envoy", metavar="FILE", help="Envoy to run. Default: $ENVOY, the PATH, the PyPI wheel.")
+@_json_flag
+def demo(envoy: str | None, as_json: bool) -> None:
+    """Show the fault and its cure on this machine, in front of a simulated vLLM."""
+    from control_plane.demo import run_demo
+
+    sys.exit(run_demo(sidecar.find_envoy(envoy), as_json=as_json))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise BadInput(
+            f"-o: {path}: cannot be written: {error.strerror}; allowed: a file in a folder that is there"
+        ) from None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point."""
+    try:
+        status = cli.main(args=arguments, prog_name="vllm-priority", standalone_mode=False)
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "vllm-priority"
+        message = " ".join(error.format_message().split())
+        click.echo(f"{command}: {message} (see {command} --help)", err=True)
+        sys.exit(2)
+    except click.ClickException as error:
+        click.echo(f"vllm-priority: {error.format_message()}", err=True)
+        sys.exit(2)
+    except PriorityError as error:
+        click.echo(f"vllm-priority: {error}", err=True)
+        sys.exit(error.exit_status)
+    except (click.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader went, as `| head` does: nothing is left to say, and nobody to say it to.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,222 @@
+"""What the sidecar would do to one request: the same Lua, run by LuaJIT in this process."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from lupa import luajit21
+
+from control_plane.lua_bundle import bundle
+from control_plane.policy import Policy, Role
+from control_plane.render import FILTER_NAME, filter_settings
+
+Headers = Sequence[tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What becomes of a request, and what the sidecar says of it.
+
+    `headers` and `body` are what vLLM gets; `refusal` is the answer where nothing reaches vLLM (status, body).
+    `value`, `source` and `outcome` are those of the response header and the access log; `outcome` is None on a
+    route that is not edited. `answer` is what becomes of an answer `{"priority":0}` on a route whose answer is edited.
+    """
+
+    outcome: str | None
+    value: str | None
+    source: str | None
+    report: str | None
+    headers: tuple[tuple[str, str], ...]
+    body: bytes
+    refusal: tuple[int, bytes] | None
+    answer: bytes | None
+    answer_headers: tuple[tuple[str, str], ...]
+
+
+def explain(
+    policy: Policy,
+    role: Role,
+    path: str,
+    headers: Headers,
+    chunks: Sequence[bytes],
+    *,
+    method: str = "POST",
+    answer: bytes = b'{"priority":0}',
+) -> Explanation:
+    """Run one request, its body in these chunks, through the filter with this policy."""
+    return Filter(policy, role).explain(path, headers, chunks, method=method, answer=answer)
+
+
+class Filter:
+    """The filter of one policy and role, loaded once, for any number of requests."""
+
+    def __init__(self, policy: Policy, role: Role) -> None:
+        lua = luajit21.LuaRuntime(encoding=None, unpack_returned_tuples=True)
+        lua.execute(bundle(filter_settings(policy, role, count_by_cluster=False)).encode())
+        functions = lua.globals()
+        self._to_table = lua.table_from
+        self._on_request = functions[b"envoy_on_request"]
+        self._on_response = functions[b"envoy_on_response"]
+
+    def explain(
+        self,
+        path: str,
+        headers: Headers,
+        chunks: Sequence[bytes],
+        *,
+        method: str = "POST",
+        answer: bytes = b'{"priority":0}',
+    ) -> Explanation:
+        """Run one request, its body in these chunks, and this answer to it."""
+        metadata = _Metadata(self._to_table)
+        pseudo = [(b":method", method.encode()), (b":path", path.encode())]
+        request = _Stream(
+            pseudo + [(name.lower().encode(), value.encode("latin-1")) for name, value in headers], chunks, metadata
+        )
+        self._on_request(request)
+        refusal = request.response
+        status = b"200" if refusal is None else refusal[0][b":status"]
+        answered = [answer] if refusal is None else [refusal[1]]
+        response = _Stream([(b":status", status), (b"content-type", b"application/json")], answered, metadata)
+        self._on_response(response)
+        late = metadata.values.get(b"refused_status")
+        edited = b"".join(response.chunks)
+        refused: tuple[int, bytes] | None = None
+        if refusal is not None:
+            refused = (int(status), refusal[1])
+        elif late:
+            refused = (int(late), edited)
+        return Explanation(
+            outcome=_text(metadata.values.get(b"outcome")),
+            value=_text(metadata.values.get(b"value")),
+            source=_text(metadata.values.get(b"source")),
+            report=_text(metadata.values.get(b"report")),
+            headers=request.listed(),
+            body=b"".join(request.chunks),
+            refusal=refused,
+            answer=edited if b"answer_value" in metadata.values else None,
+            answer_headers=response.listed(),
+        )
+
+
+# What follows has the methods of Envoy's stream handle that the filter uses, with Envoy's behaviour:
+# https://www.envoyproxy.io/docs/envoy/latest/configuration/http/http_filters/lua_filter#stream-handle-api
+
+
+class _Metadata:
+    """Dynamic metadata of one stream, under the filter's namespace."""
+
+    def __init__(self, to_table: Callable[[dict[bytes, bytes]], Any]) -> None:
+        self.values: dict[bytes, bytes] = {}
+        self._to_table = to_table
+
+    def get(self, namespace: bytes) -> Any:
+        return self._to_table(self.values) if namespace == FILTER_NAME.encode() and self.values else None
+
+    def set(self, namespace: bytes, key: bytes, value: bytes) -> None:
+        if namespace == FILTER_NAME.encode():
+            self.values[key] = value
+
+
+class _Headers:
+    def __init__(self, lines: list[tuple[bytes, bytes]]) -> None:
+        self.lines = lines
+
+    def get(self, name: bytes) -> Any:
+        values = [value for key, value in self.lines if key == name]
+        return b",".join(values) if values else None
+
+    def getNumValues(self, name: bytes) -> int:
+        return sum(key == name for key, _ in self.lines)
+
+    def getAtIndex(self, name: bytes, index: float) -> bytes | None:
+        values = [value for key, value in self.lines if key == name]
+        return values[int(index)] if int(index) < len(values) else None
+
+    def remove(self, name: bytes) -> None:
+        self.lines[:] = [line for line in self.lines if line[0] != name]
+
+    def replace(self, name: bytes, value: bytes) -> None:
+        for index, (key, _) in enumerate(self.lines):
+            if key == name:
+                self.lines[index] = (name, value)
+                return
+        self.lines.append((name, value))
+
+
+class _Chunk:
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+    def length(self) -> int:
+        return len(self.data)
+
+    def getBytes(self, start: float, size: float) -> bytes:
+        return self.data[int(start) : int(start) + int(size)]
+
+    def setBytes(self, data: bytes) -> None:
+        self.data = data
+
+
+@dataclass
+class _Counter:
+    name: bytes
+
+    def inc(self) -> None:
+        """Counts nothing: there is one request."""
+
+
+class _Stats:
+    def counter(self, name: bytes) -> _Counter:
+        return _Counter(name)
+
+
+@dataclass
+class _StreamInfo:
+    metadata: _Metadata
+
+    def dynamicMetadata(self) -> _Metadata:
+        return self.metadata
+
+
+@dataclass
+class _Stream:
+    """One direction of one stream."""
+
+    lines: list[tuple[bytes, bytes]]
+    body: Sequence[bytes]
+    metadata: _Metadata
+    response: tuple[dict[bytes, bytes], bytes] | None = None
+    chunks: list[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.chunks = list(self.body)
+
+    def listed(self) -> tuple[tuple[str, str], ...]:
+        return tuple((name.decode(), value.decode("latin-1")) for name, value in self.lines if name[:1] != b":")
+
+    def headers(self) -> _Headers:
+        return _Headers(self.lines)
+
+    def streamInfo(self) -> _StreamInfo:
+        return _StreamInfo(self.metadata)
+
+    def stats(self) -> _Stats:
+        return _Stats()
+
+    def bodyChunks(self) -> Any:
+        steps = self._steps()
+        return lambda *_: next(steps, None)
+
+    def _steps(self) -> Iterator[_Chunk]:
+        for index, data in enumerate(self.chunks):
+            chunk = _Chunk(data)
+            yield chunk
+            self.chunks[index] = chunk.data
+
+    def respond(self, headers: Any, body: bytes) -> None:
+        self.response = (dict(headers.items()), body)
+
+
+def _text(value: bytes | None) -> str | None:
+    return None if value is None else value.decode("latin-1")
