@@ -21,7 +21,7 @@ $(STAMP): requirements-dev.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
 		{ echo "make: $$($(PYTHON) --version) is not supported; allowed: 3.11 to 3.13, as in: make PYTHON=python3.12" >&2; exit 2; }
 	@echo "setup: a virtual environment in $(VENV), about a minute"
-	@$(PYTHON) -m venv --clear $(VENV) 2>/dev/null || $(PYTHON) -m virtualenv --quiet --clear $(VENV) 2>/dev/null || \
+	@$(PYTHON) -m venv $(VENV) 2>/dev/null || $(PYTHON) -m virtualenv --quiet $(VENV) 2>/dev/null || \
 		{ echo "make: $(PYTHON) cannot make a virtual environment; next: install its venv module, on Debian: apt-get install python3-venv" >&2; exit 2; }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-dev.lock
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
