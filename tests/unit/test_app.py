@@ -1,0 +1,337 @@
+"""The control plane's HTTP, in process: what each path answers, and what a broken file or request does to it."""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from control_plane.app import MAX_BODY_BYTES, ServeSettings, create_app
+from control_plane.errors import BadInput, PolicyError
+from control_plane.render import filter_config
+
+ECDS = "/v3/discovery:extension_configs"
+
+
+def sidecar(version: str = "", node: str = "pod-1", **metadata: object) -> dict[str, object]:
+    return {"version_info": version, "node": {"id": node, "metadata": {"role": "render", **metadata}}}
+
+
+@pytest.fixture
+def policy_file(tmp_path: Path) -> Path:
+    path = tmp_path / "policy.yaml"
+    path.write_text("default: 1\n")
+    return path
+
+
+@pytest.fixture
+def client(policy_file: Path) -> Iterator[TestClient]:
+    """The app, whose watch of the file is made by hand: `app.state.policy.reload()`."""
+    with TestClient(create_app(ServeSettings(policy_file, reload_seconds=3600))) as running:
+        yield running
+
+
+def reload(client: TestClient) -> bool | None:
+    return client.app.state.policy.reload()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_discovery_gives_the_rendered_filter_then_nothing_new(client: TestClient) -> None:
+    first = client.post(ECDS, json=sidecar())
+    assert first.status_code == 200
+    assert first.headers["content-type"] == "application/json"
+    policy = client.app.state.policy.snapshot.policies.default  # type: ignore[attr-defined]
+    assert first.json()["resources"][0]["typed_config"] == filter_config(policy, "render")
+    again = client.post(ECDS, json=sidecar(first.json()["version_info"]))
+    assert (again.status_code, again.content) == (304, b"")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "line"),
+    [
+        ("POST", "/v3/discovery:routes", b"{}", 404, "/v3/discovery:routes: this type is not served; allowed: "),
+        ("POST", ECDS, b'{"node":{"metadata":{"role":"x"}}}', 404, "node.metadata.role: 'x' is unknown; allowed: "),
+        ("POST", ECDS, b"{}", 400, "discovery request: node: is missing; allowed: "),
+        ("GET", ECDS, b"", 405, "GET: is not allowed here; allowed: POST"),
+        ("POST", "/inject", b"", 400, "admission review: not JSON: "),
+        ("POST", "/inject", b"\xff", 400, "admission review: not JSON: "),
+        ("POST", "/inject", b"[" * 200_000, 400, "admission review: nested too deeply"),
+        ("POST", "/inject", b"9" * 5000, 400, "admission review: not JSON: "),
+        ("POST", "/inject", b"[]", 400, "AdmissionReview: "),
+        ("GET", "/api/sidecars?limit=no", b"", 400, "limit: "),
+        ("GET", "/api/sidecars?standing=no", b"", 400, "standing: "),
+        ("GET", "/nowhere", b"", 404, "Not Found"),
+    ],
+)  # fmt: skip
+def test_a_wrong_request_gets_a_clear_line(
+    client: TestClient, method: str, path: str, body: bytes, status: int, line: str
+) -> None:
+    answer = client.request(method, path, content=body)
+    assert answer.status_code == status
+    assert answer.json()["detail"].startswith(line)
+    assert "\n" not in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("path", [ECDS, "/inject", "/healthz", "/nowhere"])
+def test_a_body_past_the_limit_is_refused_on_any_path(client: TestClient, path: str) -> None:
+    answer = client.post(path, content=b" " * (MAX_BODY_BYTES + 1))
+    assert answer.status_code == 413
+    assert answer.json() == {"detail": f"body: is too large; allowed: at most {MAX_BODY_BYTES} bytes"}
+    assert answer.headers["connection"] == "close"
+
+
+def streamed(policy_file: Path, chunks: AsyncIterator[bytes], **timing: float) -> tuple[int, bytes]:
+    """Status and body of a POST to /inject whose body comes in these chunks, as a server hands them over."""
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": await anext(chunks), "more_body": True}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/inject", "headers": [], "query_string": b""}
+    asyncio.run(create_app(ServeSettings(policy_file, **timing))(scope, receive, send))  # type: ignore[arg-type]
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
+
+
+def test_an_endless_body_is_refused_at_the_limit(policy_file: Path) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            await asyncio.sleep(0.01)
+            yield b"x" * 2**20
+
+    status, body = streamed(policy_file, endless())
+    assert (status, b"too large" in body) == (413, True)
+
+
+def test_a_body_that_never_ends_to_arrive_is_given_up(policy_file: Path) -> None:
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(3600)
+
+    status, body = streamed(policy_file, slow(), body_seconds=0.05)
+    assert (status, b"did not arrive within 0.05 s" in body) == (408, True)
+
+
+def review(pod: dict[str, Any]) -> dict[str, Any]:
+    kind = {"group": "", "version": "v1", "kind": "Pod"}
+    return {
+        "apiVersion": "admission.k8s.io/v1",
+        "kind": "AdmissionReview",
+        "request": {
+            "uid": "705ab4f5-6393-11e8-b7cc-42010a800002",
+            "kind": kind,
+            "resource": {"group": "", "version": "v1", "resource": "pods"},
+            "operation": "CREATE",
+            "namespace": "ml",
+            "userInfo": {},
+            "object": pod,
+        },
+    }
+
+
+POD: dict[str, Any] = {
+    "apiVersion": "v1",
+    "kind": "Pod",
+    "metadata": {"generateName": "m-", "labels": {"vllm-priority.io/inject": "true"}},
+    "spec": {
+        "containers": [
+            {
+                "name": "vllm",
+                "image": "vllm/vllm-openai:v0.33.0",
+                "command": ["vllm", "launch", "render", "m"],
+                "ports": [{"name": "http", "containerPort": 8000}],
+            }
+        ]
+    },
+}
+
+
+def test_inject_answers_a_review_with_a_patch(client: TestClient) -> None:
+    answer = client.post("/inject", json=review(POD))
+    assert answer.status_code == 200
+    body = answer.json()
+    assert body["kind"] == "AdmissionReview"
+    assert body["response"]["uid"] == "705ab4f5-6393-11e8-b7cc-42010a800002"
+    assert body["response"]["allowed"] is True
+    assert body["response"]["patchType"] == "JSONPatch"
+
+
+def test_inject_uses_the_policy_in_force(client: TestClient, policy_file: Path) -> None:
+    before = client.post("/inject", json=review(POD)).json()["response"]["patch"]
+    policy_file.write_text("default: 2\n")
+    assert reload(client) is True
+    assert client.post("/inject", json=review(POD)).json()["response"]["patch"] != before
+
+
+def test_a_changed_file_is_served(client: TestClient, policy_file: Path) -> None:
+    old = client.post(ECDS, json=sidecar()).json()["version_info"]
+    policy_file.write_text("default: 2\n")
+    assert reload(client) is True
+    answer = client.post(ECDS, json=sidecar(old))
+    assert answer.status_code == 200
+    assert answer.json()["version_info"] != old
+
+
+def test_the_symlink_swap_of_a_mounted_configmap_is_noticed(tmp_path: Path) -> None:
+    for name, text in (("..2026_1", "default: 1\n"), ("..2026_2", "default: 2\n")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "policy.yaml").write_text(text)
+        os.utime(tmp_path / name / "policy.yaml", (0, 0))
+    (tmp_path / "..data").symlink_to("..2026_1")
+    (tmp_path / "policy.yaml").symlink_to("..data/policy.yaml")
+    with TestClient(create_app(ServeSettings(tmp_path / "policy.yaml", reload_seconds=3600))) as client:
+        assert reload(client) is None
+        (tmp_path / "..data_tmp").symlink_to("..2026_2")
+        (tmp_path / "..data_tmp").rename(tmp_path / "..data")
+        assert reload(client) is True
+        assert client.get("/api/policy").json()["policies"][0]["policy"]["default"] == 2
+
+
+@pytest.mark.parametrize("broken", ["default: yes please\n", "a: [", "\x00", "", None])
+def test_a_broken_edit_is_refused_shown_and_the_last_good_policy_kept(
+    client: TestClient, policy_file: Path, broken: str | None
+) -> None:
+    served = client.post(ECDS, json=sidecar()).json()
+    if broken is None:
+        policy_file.unlink()
+    elif broken:
+        policy_file.write_text(broken)
+    else:
+        policy_file.write_bytes(b"\xff\xfe\xff")
+    assert reload(client) is False
+    assert reload(client) is None, "the same broken edit is not refused again"
+    assert client.post(ECDS, json=sidecar()).json() == served
+    ready = client.get("/readyz")
+    assert ready.status_code == 200, "a bad edit must not take every replica out of its Service"
+    assert ready.json()["status"] == "degraded"
+    assert str(policy_file) in ready.json()["policy"]["problem"]
+    assert "vllm_priority_control_plane_policy_broken 1.0" in client.get("/metrics").text
+
+
+def test_a_mended_edit_is_served_and_the_problem_is_gone(client: TestClient, policy_file: Path) -> None:
+    for text, loaded in (("default: nope\n", False), ("default: 1\n", True)):
+        policy_file.write_text(text)
+        assert reload(client) is loaded
+    assert client.get("/readyz").json()["problems"] == []
+    assert "vllm_priority_control_plane_policy_broken 0.0" in client.get("/metrics").text
+
+
+def test_a_file_that_is_wrong_at_the_start_is_not_served_at_all(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match="no such file"):
+        create_app(ServeSettings(tmp_path / "none.yaml"))
+
+
+def test_a_certificate_without_its_key_is_refused(policy_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="a certificate and a key are needed"):
+        create_app(ServeSettings(policy_file, tls_cert=tmp_path / "tls.crt"))
+
+
+def test_sidecars_are_listed_with_what_they_have_and_should_have(client: TestClient) -> None:
+    version = client.post(ECDS, json=sidecar(node="a", labels={"app": "x"})).json()["version_info"]
+    client.post(ECDS, json=sidecar(node="b"))
+    client.post(ECDS, json=sidecar(version, node="a", labels={"app": "x"}))
+    listed = client.get("/api/sidecars").json()
+    assert {key: listed[key] for key in ("total", "up_to_date", "behind", "refused", "unknown")} == {
+        "total": 2, "up_to_date": 1, "behind": 1, "refused": 0, "unknown": 0,
+    }  # fmt: skip
+    first = listed["sidecars"][0]
+    assert (first["node_id"], first["standing"], first["version"], first["wanted"], first["labels"]) == (
+        "a", "up_to_date", version, version, {"app": "x"},
+    )  # fmt: skip
+    assert [row["node_id"] for row in client.get("/api/sidecars?standing=behind").json()["sidecars"]] == ["b"]
+
+
+def test_metrics_count_requests_and_sidecars_by_version(client: TestClient) -> None:
+    version = client.post(ECDS, json=sidecar()).json()["version_info"]
+    client.post(ECDS, json=sidecar(version))
+    client.post(ECDS, json=sidecar("made-up-version", node="b"))
+    client.post(ECDS, content=b"{")
+    text = client.get("/metrics").text
+    requests = "vllm_priority_control_plane_requests_total"
+    sidecars = 'vllm_priority_control_plane_sidecars{role="render",standing="%s",type="extension_configs",version="%s"}'
+    assert f'{requests}{{result="found",type="extension_configs"}} 2.0' in text
+    assert f'{requests}{{result="not_modified",type="extension_configs"}} 1.0' in text
+    assert f'{requests}{{result="bad_request",type="extension_configs"}} 1.0' in text
+    assert f"{sidecars % ('up_to_date', version)} 1.0" in text
+    assert f"{sidecars % ('behind', 'other')} 1.0" in text, "a sidecar's own word must not become a label"
+
+
+def test_two_apps_in_one_process_count_apart(client: TestClient, policy_file: Path) -> None:
+    client.post(ECDS, content=b"{")
+    with TestClient(create_app(ServeSettings(policy_file))) as other:
+        assert 'requests_total{result="bad_request",type="extension_configs"} 0.0' in other.get("/metrics").text
+
+
+def test_any_number_of_replicas_gives_the_same_answers(client: TestClient, policy_file: Path) -> None:
+    with TestClient(create_app(ServeSettings(policy_file))) as other:
+        for path, body in ((ECDS, sidecar()), ("/v3/discovery:listeners", sidecar()), ("/inject", review(POD))):
+            assert client.post(path, json=body).content == other.post(path, json=body).content
+
+
+# Fuzzing. Hypothesis keeps the one client for all its examples: no answer changes the next.
+_FUZZED = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def replaced(document: Any, path: list[Any], value: Any) -> Any:
+    """The document with the value at `path` replaced."""
+    if not path:
+        return value
+    copy = dict(document) if isinstance(document, dict) else list(document)
+    copy[path[0]] = replaced(document[path[0]], path[1:], value)
+    return copy
+
+
+def paths(document: Any) -> list[list[Any]]:
+    items = (
+        document.items() if isinstance(document, dict) else enumerate(document) if isinstance(document, list) else ()
+    )
+    return [[], *([key, *rest] for key, value in items for rest in paths(value))]
+
+
+@_FUZZED
+@given(path=st.sampled_from([ECDS, "/v3/discovery:listeners", "/inject"]), body=st.binary(max_size=200))
+def test_bytes_at_random_are_never_an_error_of_ours(client: TestClient, path: str, body: bytes) -> None:
+    assert 400 <= client.post(path, content=body).status_code < 500
+
+
+@_FUZZED
+@given(place=st.sampled_from(paths(review(POD))), value=_JSON)
+@example(place=["request", "object", "metadata", "labels"], value={"\ud800": "\udfff"})
+def test_a_review_with_anything_anywhere_is_answered_or_refused_with_a_line(
+    client: TestClient, place: list[Any], value: Any
+) -> None:
+    check(client.post("/inject", content=json.dumps(replaced(review(POD), place, value))))
+
+
+@_FUZZED
+@given(
+    kind=st.sampled_from(["extension_configs", "listeners", "clusters"]),
+    place=st.sampled_from(paths(sidecar("v", labels={"a": "b"}, listen="1.2.3.4:5", upstream="h:6", policy="default"))),
+    value=_JSON,
+)
+def test_a_poll_with_anything_anywhere_is_answered_or_refused_with_a_line(
+    client: TestClient, kind: str, place: list[Any], value: Any
+) -> None:
+    whole = sidecar("v", labels={"a": "b"}, listen="1.2.3.4:5", upstream="h:6", policy="default")
+    check(client.post(f"/v3/discovery:{kind}", content=json.dumps(replaced(whole, place, value))))
+    assert client.get("/api/sidecars").status_code == 200
+    assert client.get("/metrics").status_code == 200
+
+
+def check(answer: Any) -> None:
+    assert answer.status_code in {200, 304} or 400 <= answer.status_code < 500, answer.text
+    if answer.status_code >= 400:
+        assert answer.json()["detail"]
+        assert "\n" not in answer.json()["detail"]

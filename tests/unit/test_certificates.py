@@ -1,0 +1,117 @@
+"""The webhook's certificate: read at the start, replaced in place while it serves."""
+
+import socket
+import ssl
+import threading
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from control_plane.certificates import Certificate
+from control_plane.errors import BadInput
+
+
+def write_pair(folder: Path, name: str = "one", days: float = 30, password: bytes | None = None) -> tuple[Path, Path]:
+    """A self-signed certificate for `name` that ends in `days` days, as tls.crt and tls.key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+    now = datetime.now(UTC)
+    cert = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=60))
+        .not_valid_after(now + timedelta(days=days))
+        .sign(key, hashes.SHA256())
+    )
+    encryption = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
+    pem = serialization.Encoding.PEM
+    (folder / "tls.crt").write_bytes(cert.public_bytes(pem))
+    (folder / "tls.key").write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, encryption))
+    return folder / "tls.crt", folder / "tls.key"
+
+
+def served_name(context: ssl.SSLContext, server_hostname: str | None) -> str:
+    """Common name of the certificate that a client is shown in a handshake."""
+    ours, theirs = socket.socketpair()
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+
+    def answer() -> None:
+        with context.wrap_socket(theirs, server_side=True) as wrapped:
+            wrapped.recv(1)
+
+    thread = threading.Thread(target=answer, daemon=True)
+    thread.start()
+    with client.wrap_socket(ours, server_hostname=server_hostname) as wrapped:
+        der = wrapped.getpeercert(binary_form=True)
+        wrapped.sendall(b"x")
+    thread.join(10)
+    assert der is not None
+    return str(x509.load_der_x509_certificate(der).subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
+
+
+@pytest.mark.parametrize("server_hostname", ["injector.ml.svc", None])
+def test_new_connections_get_the_new_certificate_from_the_same_context(
+    tmp_path: Path, server_hostname: str | None
+) -> None:
+    certificate = Certificate(*write_pair(tmp_path, "old"))
+    context = certificate.context
+    assert served_name(context, server_hostname) == "old"
+    write_pair(tmp_path, "new")
+    assert certificate.reload() is True
+    assert certificate.reload() is None
+    assert served_name(context, server_hostname) == "new"
+
+
+def test_a_pair_that_does_not_match_is_refused_and_the_last_good_one_served(tmp_path: Path) -> None:
+    certificate = Certificate(*write_pair(tmp_path, "old"))
+    other = tmp_path / "other"
+    other.mkdir()
+    write_pair(other, "new")[0].replace(tmp_path / "tls.crt")
+    assert certificate.reload() is False
+    assert certificate.reload() is None, "the same fault is not told again"
+    assert "tls.key: cannot be used: not the key of the certificate" in str(certificate.problem)
+    assert served_name(certificate.context, "x") == "old"
+    (other / "tls.key").replace(tmp_path / "tls.key")
+    assert certificate.reload() is True
+    assert certificate.problem is None
+
+
+@pytest.mark.parametrize("broken", ["missing", "empty"])
+def test_an_unreadable_certificate_is_told_and_the_last_good_one_served(tmp_path: Path, broken: str) -> None:
+    certificate = Certificate(*write_pair(tmp_path, "old"))
+    if broken == "missing":
+        certificate.cert.unlink()
+    else:
+        certificate.cert.write_bytes(b"")
+    assert certificate.reload() is False
+    assert f"{certificate.cert}: cannot be read" in str(certificate.problem)
+    assert served_name(certificate.context, "x") == "old"
+
+
+def test_an_expired_certificate_is_told(tmp_path: Path) -> None:
+    assert "the certificate expired on" in str(Certificate(*write_pair(tmp_path, days=-1)).problem)
+
+
+@pytest.mark.parametrize("wrong", ["no file", "no PEM", "another key", "encrypted key"])
+def test_a_pair_that_is_unusable_at_the_start_is_refused_with_one_line(tmp_path: Path, wrong: str) -> None:
+    cert, key = write_pair(tmp_path, password=b"secret" if wrong == "encrypted key" else None)
+    if wrong == "no file":
+        cert.unlink()
+    elif wrong == "no PEM":
+        cert.write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")
+    elif wrong == "another key":
+        (tmp_path / "other").mkdir()
+        write_pair(tmp_path / "other")[1].replace(key)
+    with pytest.raises(BadInput) as error:
+        Certificate(cert, key)
+    assert str(error.value).startswith(f"{key if 'key' in wrong else cert}: cannot be ")
+    assert "\n" not in str(error.value)
