@@ -16,11 +16,9 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed
-
 import bodies
 import configs
-from load import Request, Slice, run_wrk, write_script
+from load import Request, Slice, quartiles, run_wrk, write_script
 from processes import BenchError, Cores, Process, find_envoy, free_port, start_envoy
 
 
@@ -120,14 +118,6 @@ def _print(options: argparse.Namespace, rounds: list[dict[str, Slice]]) -> None:
     ):
         low, middle, high = quartiles(ratios)
         print(f"{what:22} {middle:.3f}  (half of the {len(ratios)} rounds within {low:.3f} to {high:.3f})")
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The lower quartile, the median and the upper quartile."""
-    if len(values) < 2:
-        return (values[0],) * 3
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
 
 
 if __name__ == "__main__":

@@ -45,7 +45,8 @@ def drain(port: int, admin: int) -> Config:
     """An upstream that reads the whole of any body and answers 200 with two bytes.
 
     `direct_response` alone answers as soon as the headers are in and closes the connection on the rest of the body.
-    The buffer filter in front of it holds the request until its last byte has come; it moves Envoy's slices and copies nothing.
+    The buffer filter in front of it holds the request until its last byte has come; it moves Envoy's slices and copies
+    nothing.
     """
     holder = {
         "name": "envoy.filters.http.buffer",

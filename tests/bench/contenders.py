@@ -1,6 +1,5 @@
 """What is compared: seven ways to put a header's priority into a body, each started on one core."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,13 +19,15 @@ BUFFER_BYTES = 2**28
 
 @dataclass(frozen=True)
 class Bench:
-    """What a contender needs to start: the Envoy binary, the product's bootstrap, the Python with grpcio and FastAPI."""
+    """What a contender needs to start. `base` is the product's bootstrap, `python` the one with grpcio and FastAPI."""
 
     envoy: str
     base: Config
     python: Path | None
     cores: Cores
     folder: Path
+    room: int | None = BUFFER_BYTES
+    """For contenders that hold the body; None: Envoy's default."""
 
 
 @dataclass
@@ -77,8 +78,8 @@ def _envoy(replacement: Callable[[], list[Filter]] | None, holds_body: bool = Fa
 def _started(bench: Bench, config: Config, upstream: int, log: str, holds_body: bool) -> Running:
     port = free_port()
     config = configs.placed(config, port, upstream)
-    if holds_body:
-        configs.raise_buffer(config, BUFFER_BYTES)
+    if holds_body and bench.room is not None:
+        configs.raise_buffer(config, bench.room)
     return Running(port, [start_envoy(bench.envoy, config, log, port, bench.folder, bench.cores.proxy)])
 
 

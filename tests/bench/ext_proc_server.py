@@ -1,4 +1,6 @@
-"""Contender (f): an external processor for Envoy's ext_proc filter, on grpcio. `python ext_proc_server.py PORT`.
+"""Contender (f): an external processor for Envoy's ext_proc filter, on grpcio.
+
+python ext_proc_server.py PORT
 
 Envoy sends the request's headers, then its whole body (BUFFERED); the answer carries the body edited by Python's json.
 In this mode Envoy forwards the Content-Length that came in, so a body of another length needs a new one with it.

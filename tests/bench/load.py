@@ -3,8 +3,9 @@
 import json
 import resource
 import shutil
+import statistics
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,8 +26,8 @@ class Request:
 class Slice:
     """What one stretch of load gave.
 
-    `cpu`: the proxy's CPU seconds a request. `busy`: its share of one core. `load_busy`: that of the load and the upstream;
-    where it is near 1 and `busy` is not, the proxy was not what limited the rate.
+    `cpu`: the proxy's CPU seconds a request. `busy`: its share of one core. `load_busy`: that of the load and the
+    upstream; where it is near 1 and `busy` is not, the proxy was not what limited the rate.
     """
 
     requests: int
@@ -155,3 +156,11 @@ def run_h2load(request: Request, port: int, rate: int, seconds: int, core: str |
         raise BenchError(f"h2load gave no log: {(run.stderr or run.stdout).strip()[-300:]}")
     lines = (line.split("\t") for line in log.read_text().splitlines())
     return [int(fields[2]) / 1e6 for fields in lines if fields[1] == "200"]
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """The lower quartile, the median and the upper quartile."""
+    if len(values) < 2:
+        return (values[0],) * 3
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return low, middle, high

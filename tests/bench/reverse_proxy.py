@@ -1,4 +1,7 @@
-"""Contender (g): a reverse proxy on FastAPI and httpx that edits the body. `python reverse_proxy.py PORT UPSTREAM_PORT`."""
+"""Contender (g): a reverse proxy on FastAPI and httpx that edits the body.
+
+python reverse_proxy.py PORT UPSTREAM_PORT
+"""
 
 import json
 import sys

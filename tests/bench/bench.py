@@ -1,0 +1,500 @@
+"""The benchmark: what the filter costs, beside what people would use instead. `make bench` runs it.
+
+    python tests/bench/bench.py                     all of it, about 13 minutes
+    python tests/bench/bench.py --quick             a look, under 2 minutes; its figures are not for quoting
+    python tests/bench/bench.py --only b,c,29KB     contenders by letter, bodies by name, parts by name
+
+Parts: probe (is the result right), first-byte, growth (time and memory against size), latency (at a fixed rate),
+throughput. Writes results.json, table.md, bench.svg and bench.png to the output folder; see docs/performance.md.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import venv
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import bodies
+import configs
+import report
+from bodies import HEADER
+from contenders import CONTENDERS, Bench, Contender, Running
+from load import Request, require, run_h2load, run_singly, run_wrk, write_script
+from processes import BenchError, Cores, Process, find_envoy, free_port, start_envoy
+from recorder import Client, Recorder, faults, trapped
+
+_HERE = Path(__file__).resolve().parent
+_ROOT = _HERE.parents[1]
+
+PARTS = ("probe", "first-byte", "growth", "latency", "throughput")
+PRIORITY = 5
+JSON = {"content-type": "application/json"}
+WITH_HEADER = {**JSON, HEADER: str(PRIORITY)}
+
+CONNECTIONS = {"16MB": 4}
+"""Open connections of the closed-loop load; 8 where a body is not named."""
+
+SLICE_SECONDS = {"16MB": 2}
+"""One stretch of load; 1 where a body is not named."""
+
+RATES = {"100B": 200, "4KB": 200, "29KB": 50, "200KB": 10, "400KB": 10, "1MB": 10, "16MB": 1}
+"""Requests a second in the latency part, the same for all contenders; one that cannot keep up is marked."""
+
+ROUNDS = 9
+"""Of the throughput part, for (a), (b) and (c), whose ratios are close."""
+
+SLOW_ROUNDS = 3
+"""For the others, which are several times apart."""
+
+SIZES = tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22, 24, 26))
+"""Body sizes of the growth part: 1 KiB to 64 MiB."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request that is measured: a body and what is done with the header."""
+
+    name: str
+    body: str
+    letters: str
+    """The contenders it is for."""
+    slow_rounds: int = SLOW_ROUNDS
+
+    def request(self) -> Request:
+        body = bodies.body(self.body)
+        if self.name == "no-header":
+            return Request(body.route, body.data, JSON)
+        if self.name == "other-route":
+            return Request(bodies.OTHER_ROUTE, body.data, WITH_HEADER)
+        for place in bodies.PLACES:
+            if self.name == f"replace-{place}":
+                return Request(body.route, body.with_priority(place), WITH_HEADER)
+        return Request(body.route, body.data, WITH_HEADER)
+
+
+CASES: tuple[Case, ...] = (
+    *(Case("insert", name, "abcdefg") for name in bodies.NAMES),
+    # Re-encoding does not care where the member stands: one round shows that.
+    *(Case(f"replace-{place}", name, "bcdefg", 1) for name in ("4KB", "29KB") for place in bodies.PLACES),
+    *(Case(what, name, "abc") for what in ("no-header", "other-route") for name in ("100B", "29KB", "1MB")),
+)
+
+
+class Progress:
+    """One line on stderr that says what runs, how far it is, and how long it took so far."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._terminal = sys.stderr.isatty()
+        self._last = ""
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def say(self, part: str, detail: str) -> None:
+        line = f"{int(self.seconds) // 60:2d}:{int(self.seconds) % 60:02d}  {part}: {detail}"
+        if self._terminal:
+            print(f"\r\033[K{line[:110]}", end="", file=sys.stderr, flush=True)
+        elif part != self._last:
+            print(line, file=sys.stderr, flush=True)
+        self._last = part
+
+    def end(self) -> None:
+        if self._terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What of the benchmark is run."""
+
+    contenders: tuple[Contender, ...]
+    cases: tuple[Case, ...]
+    parts: tuple[str, ...]
+    sizes: tuple[int, ...]
+    quick: bool
+    minutes: float
+
+    @property
+    def body_names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(case.body for case in self.cases))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="three bodies, one round")
+    parser.add_argument("--only", default="", metavar="NAMES", help="letters a-g, body names, parts; comma-separated")
+    parser.add_argument("--minutes", type=float, default=14, help="no new round of throughput starts past this")
+    parser.add_argument("--envoy", help="path of the Envoy to run")
+    parser.add_argument("--publish", action="store_true", help="also put the figures into docs/")
+    parser.add_argument("-o", "--output", type=Path, default=_ROOT / "build" / "bench", metavar="FOLDER")
+    options = parser.parse_args(arguments)
+    try:
+        plan = make_plan(options)
+        require("wrk", "wrk")
+        require("h2load", "nghttp2-client")
+        run(plan, options)
+    except BenchError as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def make_plan(options: argparse.Namespace) -> Plan:
+    """What --quick and --only leave; BenchError for a name that is unknown."""
+    letters = {contender.letter for contender in CONTENDERS}
+    names = [name for name in options.only.split(",") if name]
+    for name in names:
+        if name not in letters and name not in bodies.NAMES and name not in PARTS:
+            allowed = ", ".join((*sorted(letters), *bodies.NAMES, *PARTS))
+            raise BenchError(f"--only: {name!r} is unknown; allowed: {allowed}")
+    chosen = {name for name in names if name in letters} or letters
+    wanted = [name for name in names if name in bodies.NAMES]
+    if not wanted:
+        wanted = ["100B", "29KB", "1MB"] if options.quick else list(bodies.NAMES)
+    cases = [case for case in CASES if case.body in wanted]
+    if options.quick:
+        cases = [case for case in cases if case.name in {"insert", "replace-middle", "no-header"}]
+    return Plan(
+        contenders=tuple(c for c in CONTENDERS if c.letter in chosen),
+        cases=tuple(cases),
+        parts=tuple(part for part in PARTS if part in names) or PARTS,
+        sizes=tuple(size for size in SIZES if size <= 2**22) if options.quick else SIZES,
+        quick=options.quick,
+        minutes=options.minutes,
+    )
+
+
+def run(plan: Plan, options: argparse.Namespace) -> None:
+    """Run the plan, write the files, print the table."""
+    progress, cores = Progress(), Cores()
+    folder: Path = options.output
+    work = folder / "work"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    python = own_python(progress)
+    if cores.load is not None:  # this process is part of the load
+        os.sched_setaffinity(0, {int(cores.load)})
+    bench = Bench(find_envoy(options.envoy), configs.product(), python, cores, work)
+    results: dict[str, Any] = {
+        "machine": machine(bench),
+        "quick": plan.quick,
+        "contenders": {c.letter: {"name": c.name, "edits": c.edits} for c in plan.contenders},
+        "bodies": {
+            name: {"what": bodies.body(name).what, "bytes": len(bodies.body(name).data)} for name in bodies.NAMES
+        },
+        "rates": RATES,
+    }
+    parts = {
+        "probe": probe,
+        "first-byte": first_byte,
+        "growth": growth,
+        "latency": latency,
+        "throughput": throughput,
+    }
+    try:
+        for part in plan.parts:
+            results[part] = parts[part](plan, bench, progress, results)
+    finally:
+        progress.end()
+    results["seconds"] = round(progress.seconds)
+    results["machine"]["load_after"] = os.getloadavg()[0]
+    (folder / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    table = report.table(results)
+    (folder / "table.md").write_text(table)
+    print(table)
+    draw(python, folder)
+    print(f"wrote {folder}/results.json, table.md, bench.svg, bench.png in {progress.seconds / 60:.1f} minutes")
+    if options.publish:
+        report.publish(folder, _ROOT / "docs")
+        print("put the table and the picture into docs/performance.md and docs/images/")
+
+
+def own_python(progress: Progress) -> Path:
+    """The Python of .cache/bench, which holds requirements.txt; made at the first run."""
+    requirements = _HERE / "requirements.txt"
+    folder = _ROOT / ".cache" / "bench"
+    python, stamp = folder / "bin" / "python", folder / "requirements.sha256"
+    wanted = hashlib.sha256(requirements.read_bytes() + sys.version.encode()).hexdigest()
+    if python.exists() and stamp.exists() and stamp.read_text() == wanted:
+        return python
+    progress.say("set-up", "grpcio, FastAPI and matplotlib into .cache/bench, once: about a minute")
+    venv.create(folder, clear=True, with_pip=True)
+    command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-r", str(requirements)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+        raise BenchError(f"pip could not install {requirements.relative_to(_ROOT)}: {reason}")
+    stamp.write_text(wanted)
+    return python
+
+
+def machine(bench: Bench) -> dict[str, Any]:
+    """What the figures were measured on."""
+    info = Path("/proc/cpuinfo").read_text()
+    model = next(
+        (line.split(":", 1)[1].strip() for line in info.splitlines() if line.startswith("model name")), "unknown"
+    )
+    version = subprocess.run([bench.envoy, "--version"], capture_output=True, text=True).stdout
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=_ROOT, capture_output=True, text=True).stdout
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "envoy": found[1] if (found := re.search(r"version: [0-9a-f]+/([^/]+)/", version)) else "of unknown version",
+        "commit": commit.strip(),
+        "pinned": str(bench.cores),
+        "load_before": os.getloadavg()[0],
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+@contextmanager
+def started(contender: Contender, bench: Bench, upstream: int, part: str) -> Iterator[Running]:
+    """The contender, ended afterwards."""
+    running = contender.start(bench, upstream, f"{part}-{contender.letter}")
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+@contextmanager
+def drain(bench: Bench, part: str) -> Iterator[tuple[int, Process]]:
+    """The upstream that reads everything, as (port, process)."""
+    port = free_port()
+    config = configs.drain(port, free_port())
+    with start_envoy(bench.envoy, config, f"{part}-drain", port, bench.folder, bench.cores.upstream) as process:
+        yield port, process
+
+
+def probe(plan: Plan, bench: Bench, progress: Progress, results: dict[str, Any]) -> dict[str, Any]:
+    """letter -> body -> what is wrong with what arrived, in words (none: right); one traced request each."""
+    found: dict[str, Any] = {}
+    with Recorder() as upstream:
+        for contender in plan.contenders:
+            with started(contender, bench, upstream.port, "probe") as running:
+                found[contender.letter] = {}
+                for name in plan.body_names:
+                    progress.say("probe", f"{contender.name}, {name}")
+                    body = bodies.body(name)
+                    sent, client = trapped(body.data), Client(running.port)
+                    answer = client.post(body.route, sent, WITH_HEADER)
+                    client.close()
+                    wrong = faults(sent, answer, upstream.take(body.route), PRIORITY)
+                    found[contender.letter][name] = {
+                        "faults": wrong,
+                        "status": answer.status,
+                        "seconds": answer.seconds,
+                    }
+            if contender.holds_body:
+                with started(contender, replace(bench, room=None), upstream.port, "room") as running:
+                    body, client = bodies.body("16MB"), Client(running.port)
+                    answer = client.post(body.route, body.data, WITH_HEADER)
+                    client.close()
+                    found[contender.letter]["at_default_limit"] = answer.status
+    return found
+
+
+def first_byte(plan: Plan, bench: Bench, progress: Progress, results: dict[str, Any]) -> dict[str, Any]:
+    """letter -> milliseconds from the client's first byte to the upstream's first, and to the first of the body."""
+    found: dict[str, Any] = {}
+    body, seconds = bodies.body("200KB"), 0.5 if plan.quick else 2.0
+    with Recorder() as upstream:
+        for contender in plan.contenders:
+            with started(contender, bench, upstream.port, "first-byte") as running:
+                client = Client(running.port)
+                client.post(body.route, body.data, WITH_HEADER)  # connections and the JIT are warm
+                upstream.take(body.route)
+                firsts, firsts_of_body = [], []
+                for number in range(1 if plan.quick else 2):
+                    progress.say("first byte", f"{contender.name}, {number + 1}")
+                    answer = client.post(body.route, body.data, WITH_HEADER, over_seconds=seconds)
+                    arrived = upstream.take(body.route)
+                    if answer.status == 200 and arrived is not None and arrived.first_body_byte is not None:
+                        firsts.append((arrived.first_byte - answer.first_sent) * 1e3)
+                        firsts_of_body.append((arrived.first_body_byte - answer.first_sent) * 1e3)
+                client.close()
+            found[contender.letter] = {
+                "sent_over_seconds": seconds,
+                "first_ms": firsts,
+                "first_body_ms": firsts_of_body,
+            }
+    return found
+
+
+def growth(plan: Plan, bench: Bench, progress: Progress, results: dict[str, Any]) -> dict[str, Any]:
+    """letter -> per size: seconds a request on one connection (median), peak resident bytes so far, status.
+
+    Each contender is a fresh process; sizes go up, so that the peak after one size is what that size took.
+    """
+    found: dict[str, Any] = {}
+    route = bodies.body("1MB").route
+    with drain(bench, "growth") as (port, _):
+        for contender in plan.contenders:
+            with started(contender, bench, port, "growth") as running:
+                client, points = Client(running.port, timeout=180), []
+                for size in plan.sizes:
+                    progress.say("growth", f"{contender.name}, {size >> 10:,} KiB")
+                    body = bodies.images(size)
+                    client.post(route, body, WITH_HEADER)
+                    taken: list[float] = []
+                    status = 200
+                    while status == 200 and (sum(taken) < 0.25 and len(taken) < 200 or len(taken) < 2):
+                        answer = client.post(route, body, WITH_HEADER)
+                        status = answer.status
+                        taken.append(answer.seconds)
+                    points.append(
+                        {
+                            "bytes": len(body),
+                            "seconds": statistics.median(taken) if status == 200 else None,
+                            "requests": len(taken),
+                            "peak_bytes": running.peak_memory(),
+                            "status": status,
+                        }
+                    )
+                client.close()
+            found[contender.letter] = points
+    return found
+
+
+def latency(plan: Plan, bench: Bench, progress: Progress, results: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row a contender and body: p50 and p99 in ms at RATES, and how many answers they are of."""
+    rows: list[dict[str, Any]] = []
+    with drain(bench, "latency") as (port, _), all_started(plan, bench, port, "latency") as running:
+        for case in (case for case in plan.cases if case.name == "insert"):
+            rate, seconds = RATES[case.body], 1 if plan.quick else 4 if case.body == "16MB" else 3
+            for contender in plan.contenders:
+                if refused(results, contender, case.body):
+                    continue
+                progress.say("latency", f"{case.body} at {rate}/s, {contender.name}")
+                target = running[contender.letter]
+                warm(target, case)
+                taken = run_h2load(case.request(), target.port, rate, seconds, bench.cores.load, bench.folder)
+                row: dict[str, Any] = {"contender": contender.letter, "body": case.body, "rate": rate}
+                row |= {"answers": len(taken), "expected": rate * seconds, "p50_ms": None, "p99_ms": None}
+                if taken:
+                    taken.sort()
+                    row["p50_ms"] = statistics.median(taken) * 1e3
+                    row["p99_ms"] = taken[min(len(taken) - 1, int(len(taken) * 0.99))] * 1e3
+                rows.append(row)
+    return rows
+
+
+def throughput(plan: Plan, bench: Bench, progress: Progress, results: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row a contender and case, each with a list of rounds: requests/s, CPU a request, how busy the cores were."""
+    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+    rounds = 1 if plan.quick else ROUNDS
+    with drain(bench, "throughput") as (port, upstream), all_started(plan, bench, port, "throughput") as running:
+        scripts = {
+            case: write_script(case.request(), bench.folder, f"{case.name}-{case.body}")
+            for case in plan.cases
+        }  # fmt: skip
+        slowness: dict[tuple[str, Case], float] = {}
+        for case in plan.cases:
+            for contender in plan.contenders:
+                if contender.letter in case.letters and not refused(results, contender, case.body):
+                    progress.say("throughput", f"warming up, {case.name} {case.body}, {contender.name}")
+                    slowness[contender.letter, case] = warm(running[contender.letter], case)
+        longest = 0.0
+        for number in range(rounds):
+            if number and progress.seconds + longest > plan.minutes * 60:
+                break
+            began = progress.seconds
+            for case in plan.cases:
+                order = plan.contenders if number % 2 == 0 else plan.contenders[::-1]
+                for contender in order:
+                    slow = contender.letter in "defg"
+                    if (contender.letter, case) not in slowness or (slow and number >= case.slow_rounds):
+                        continue
+                    progress.say(
+                        "throughput", f"round {number + 1}/{rounds}, {case.name} {case.body}, {contender.name}"
+                    )
+                    target = running[contender.letter]
+                    if slowness[contender.letter, case] > 0.4:
+                        measured = run_singly(case.request(), target.port, 2, target.processes, [upstream])
+                    else:
+                        connections = CONNECTIONS.get(case.body, 8)
+                        seconds = SLICE_SECONDS.get(case.body, 1)
+                        measured = run_wrk(
+                            scripts[case],
+                            target.port,
+                            connections,
+                            seconds,
+                            bench.cores.load,
+                            target.processes,
+                            [upstream],
+                        )
+                    key = (contender.letter, case.name, case.body)
+                    row = rows.setdefault(
+                        key,
+                        {"contender": key[0], "case": key[1], "body": key[2], "rounds": [], "rate": [], "cpu_us": []}
+                        | {"busy": [], "load_busy": [], "errors": 0},
+                    )
+                    row["rounds"].append(number)
+                    row["rate"].append(measured.rate)
+                    row["cpu_us"].append(measured.cpu * 1e6)
+                    row["busy"].append(measured.busy)
+                    row["load_busy"].append(measured.load_busy)
+                    row["errors"] += measured.errors
+            longest = max(longest, progress.seconds - began)
+    return list(rows.values())
+
+
+@contextmanager
+def all_started(plan: Plan, bench: Bench, upstream: int, part: str) -> Iterator[dict[str, Running]]:
+    """All contenders at once, by letter: an idle one costs nothing, and turns can follow each other closely."""
+    running: dict[str, Running] = {}
+    try:
+        for contender in plan.contenders:
+            running[contender.letter] = contender.start(bench, upstream, f"{part}-{contender.letter}")
+        yield running
+    finally:
+        for one in running.values():
+            one.close()
+
+
+def warm(running: Running, case: Case) -> float:
+    """A few requests that are not counted: connections, the JIT, the heap. Returns the seconds of the last."""
+    client, request = Client(running.port), case.request()
+    answer = client.post(request.route, request.body, request.headers)
+    for _ in range(2 if len(request.body) > 2**20 else 20):
+        if answer.seconds > 0.4:
+            break
+        answer = client.post(request.route, request.body, request.headers)
+    client.close()
+    return answer.seconds
+
+
+def refused(results: dict[str, Any], contender: Contender, body: str) -> bool:
+    """Whether the probe saw no 200 for that body: nothing is left to measure."""
+    seen = results.get("probe", {}).get(contender.letter, {}).get(body)
+    return seen is not None and seen["status"] != 200
+
+
+def draw(python: Path, folder: Path) -> None:
+    """bench.svg and bench.png of results.json, by the benchmark's own Python, which has matplotlib."""
+    command = [str(python), str(_HERE / "picture.py"), str(folder / "results.json"), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise BenchError(f"the picture was not drawn: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
