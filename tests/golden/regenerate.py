@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from tests.golden import chart, dashboard
+from tests.golden import chart, dashboard, examples
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -54,6 +54,7 @@ def golden_files() -> list[Golden]:
     return [
         # Before the chart's: its ConfigMap holds the dashboard.
         Golden("deploy/chart/files/dashboard.json", dashboard.dashboard),
+        Golden("deploy/examples/scale-out/written-out.yaml", examples.written_out),
         *(Golden(path, produce) for path, produce in chart.golden_files().items()),
     ]
 

@@ -1,0 +1,54 @@
+"""The manifests under deploy/examples are what Kubernetes takes, and say what the sidecars need."""
+
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from control_plane.admission import InjectorSettings
+from control_plane.inject import inject_stream, uninject_stream
+from control_plane.policy import Policies
+from tests.golden.examples import EXAMPLE
+
+FILES = sorted(EXAMPLE.glob("*.yaml"))
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((EXAMPLE / name).read_text()))
+
+
+@pytest.mark.parametrize("version", ["1.33", "1.37"])
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_kubernetes_takes_it(file: Any, version: str) -> None:
+    for document in yaml.safe_load_all(file.read_text()):
+        kubernetes_validate.validate(document, version, strict=True)
+
+
+@pytest.mark.parametrize("name", ["scale-out.yaml", "written-out.yaml"])
+def test_every_service_targets_a_port_by_its_name(name: str) -> None:
+    ports = [port for d in documents(name) if d["kind"] == "Service" for port in d["spec"]["ports"]]
+    assert [port["targetPort"] for port in ports] == ["http", "http"]
+
+
+def test_written_out_the_name_belongs_to_the_sidecar() -> None:
+    for document in documents("written-out.yaml"):
+        if document["kind"] == "Deployment":
+            containers = document["spec"]["template"]["spec"]["containers"]
+            owners = [c["name"] for c in containers for port in c["ports"] if port["name"] == "http"]
+            assert owners == ["vllm-priority"]
+
+
+def test_the_engine_orders_by_priority_and_serves_the_scale_out_routes() -> None:
+    (engine,) = (
+        d for d in documents("scale-out.yaml") if d["metadata"]["name"] == "vllm-engine" and "template" in d["spec"]
+    )
+    arguments = engine["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert {"--enable-scale-out", "--scheduling-policy=priority"} <= set(arguments)
+
+
+def test_taking_the_sidecars_out_gives_the_example_back() -> None:
+    text = (EXAMPLE / "scale-out.yaml").read_text()
+    injected, _ = inject_stream(text, Policies(), InjectorSettings())
+    assert injected != text
+    assert uninject_stream(injected)[0] == text
