@@ -199,6 +199,11 @@ class AnthropicMessagesRequest(_Body):
     max_tokens: int
 
     @property
+    def stream_options(self) -> dict[str, Any]:
+        """What vLLM makes of a streamed message."""
+        return {"include_usage": True, "continuous_usage_stats": True}
+
+    @property
     def asked_tokens(self) -> int | None:
         return self.max_tokens
 
@@ -511,6 +516,10 @@ class _Server:
 
     async def generate(self, body: GenerateRequest, request: Request) -> Response:
         self.check_model(body.model)
+        if len(body.token_ids) > self.settings.max_model_len:
+            message = f"The decoder prompt (length {len(body.token_ids)}) is longer than the maximum model length of"
+            hint = "Make sure that `max_model_len` is no smaller than the number of text tokens."
+            raise _VllmError(f"{message} {self.settings.max_model_len}. {hint}")
         for token in body.token_ids:
             if token >= _VOCABULARY:
                 raise _VllmError(f"Token id {token} is out of vocabulary")
@@ -523,11 +532,15 @@ class _Server:
         tokens = await _until_disconnect(request, self.all_steps(job))
         choices = [_token_choice(index, tokens, job, True, body.output_mode) for index in range(job.choices)]
         answer = {
-            "request_id": job.request_id, "model": self.settings.model, "created": int(time.time()),
-            "usage": _usage(job), "prompt_logprobs": None, "prompt_token_id_logprobs": None,
-            "prompt_token_ids": None, "mm_placeholders": None, "metrics": None, "kv_transfer_params": None,
-            "ec_transfer_params": None, "output_mode": body.output_mode, "choices": choices,
-        }  # fmt: skip
+            "request_id": job.request_id,
+            "model": self.settings.model,
+            "created": int(time.time()),
+            "usage": _usage(job),
+            "output_mode": body.output_mode,
+            "choices": choices,
+            **_nulls("prompt_logprobs prompt_token_id_logprobs prompt_token_ids mm_placeholders metrics"),
+            **_nulls("kv_transfer_params ec_transfer_params"),
+        }
         return JSONResponse(answer)
 
     async def _generate_stream(self, job: _Job, body: GenerateRequest) -> AsyncGenerator[str, None]:
@@ -548,22 +561,21 @@ class _Server:
         self.check_model(body.model)
         model = body.model or self.settings.model
         if isinstance(body, DerenderChatStreamRequest):
-            chunk, decode = body.generate_chunk, _Decoder(body.stream_state)
-            role = {} if decode.role_sent else {"role": "assistant"}
-            choices = [
-                {
-                    "index": choice.index, "delta": {**role, "content": decode(choice.token_ids)}, "logprobs": None,
-                    "finish_reason": choice.finish_reason, "stop_reason": None, "token_ids": None,
-                }
-                for choice in chunk.choices
-            ]  # fmt: skip
-            answer = _chat_chunk(chunk.request_id, model, choices)
-            return JSONResponse({"chunk": answer, "stream_state": decode.carried(role_sent=True)})
+            decode = _Decoder(body.stream_state or {})
+            choices = []
+            for choice in body.generate_chunk.choices:
+                role = {} if decode.role_sent else {"role": "assistant"}
+                delta = {**role, "content": decode(choice.token_ids or []), "reasoning": None}
+                rest = _nulls("logprobs stop_reason token_ids")
+                choices.append({"index": choice.index, "delta": delta, "finish_reason": choice.finish_reason, **rest})
+            more = _nulls("usage system_fingerprint prompt_token_ids prompt_text metrics")
+            chunk = _answer("chat.completion.chunk", body.generate_chunk.request_id, model, choices, **more)
+            return JSONResponse({"chunk": chunk, "stream_state": decode.state(role_sent=True, offset=0)})
         source = body.generate_response
-        texts = [(choice, _text(choice.token_ids or [])) for choice in source.choices]
+        choices = [_chat_choice(item.index, _text(item.token_ids or []), item.finish_reason) for item in source.choices]
         usage = _counts(body.prompt_tokens or 0, sum(len(choice.token_ids or []) for choice in source.choices))
-        choices = [_chat_choice(choice.index, text, choice.finish_reason) for choice, text in texts]
-        return JSONResponse(_chat_answer(source.request_id, model, choices, usage))
+        more = {**_nulls(_AROUND_CHAT), "system_fingerprint": None, "usage": usage}
+        return JSONResponse(_answer("chat.completion", source.request_id, model, choices, **more))
 
     async def derender_completion(
         self, body: DerenderCompletionRequest | DerenderCompletionStreamRequest
@@ -571,13 +583,16 @@ class _Server:
         self.check_model(body.model)
         model = body.model or self.settings.model
         if isinstance(body, DerenderCompletionStreamRequest):
-            chunk, decode = body.generate_chunk, _Decoder(body.stream_state)
-            choices = [
-                {"index": choice.index, "text": decode(choice.token_ids), "finish_reason": choice.finish_reason}
-                for choice in chunk.choices
-            ]
-            answer = _completion_chunk(chunk.request_id, model, choices)
-            return JSONResponse({"chunk": answer, "stream_state": decode.carried(role_sent=False)})
+            decode = _Decoder(body.stream_state or {})
+            choices, written = [], 0
+            for choice in body.generate_chunk.choices:
+                text = decode(choice.token_ids or [])
+                written += len(text)
+                rest = _nulls("logprobs stop_reason prompt_token_ids token_ids")
+                choices.append({"index": choice.index, "text": text, "finish_reason": choice.finish_reason, **rest})
+            more = _nulls("usage system_fingerprint metrics")
+            chunk = _answer("text_completion", body.generate_chunk.request_id, model, choices, **more)
+            return JSONResponse({"chunk": chunk, "stream_state": decode.state(role_sent=False, offset=written)})
         flat = [choice for source in body.generate_responses for choice in source.choices]
         choices = [
             _completion_choice(index, _text(choice.token_ids or []), choice.finish_reason)
@@ -585,7 +600,8 @@ class _Server:
         ]
         usage = _counts(sum(body.prompt_tokens or []), sum(len(choice.token_ids or []) for choice in flat))
         name = body.generate_responses[0].request_id if body.generate_responses else _random_id()
-        return JSONResponse(_completion_answer(name, model, choices, usage))
+        more = {**_nulls(_AROUND_COMPLETION), "system_fingerprint": None, "usage": usage}
+        return JSONResponse(_answer("text_completion", name, model, choices, **more))
 
     # -- the coupled routes: these read the header themselves
 
@@ -595,27 +611,36 @@ class _Server:
         priority = header_priority(request.headers.get(PRIORITY_HEADER), getattr(body, "priority", 0))
         return self.job(f"{prefix}{_base_id(request)}", len(prompt), params, priority)
 
+    @property
+    def _fingerprint(self) -> str:
+        return f"vllm-{self.settings.version}-simulated"
+
     async def chat(self, body: ChatCompletionRequest, request: Request) -> Response:
         job = self.coupled_job(body, "chatcmpl-", request, body.prompts[0])
         if body.stream:
             return _sse(self._chat_stream(job))
         tokens = await _until_disconnect(request, self._encodable(job))
         choices = [_chat_choice(index, _text(tokens), job.finish) for index in range(job.choices)]
-        return JSONResponse(_chat_answer(job.request_id, self.settings.model, choices, _usage(job)))
+        more = {**_nulls(_AROUND_CHAT), "system_fingerprint": self._fingerprint, "usage": _usage(job)}
+        return JSONResponse(_answer("chat.completion", job.request_id, self.settings.model, choices, **more))
 
     async def _chat_stream(self, job: _Job) -> AsyncGenerator[str, None]:
+        def chunk(delta: dict[str, str], finish: str | None, tokens: Mapping[str, Any], **more: Any) -> str:
+            choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish, **tokens}
+            kind = "chat.completion.chunk"
+            return _event(_answer(kind, job.request_id, self.settings.model, [choice], **more))
+
         if not encodable(job.priority):
             yield _event(_overflow().body)
         else:
-            first = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            yield _event(_chat_chunk(job.request_id, self.settings.model, [first]))
+            yield chunk({"role": "assistant", "content": ""}, None, {}, **_nulls("prompt_token_ids prompt_text"))
             async for token, last in self.steps(job):
-                choice = {
-                    "index": 0,
-                    "delta": {"content": _text([token])},
-                    "finish_reason": job.finish if last else None,
-                }
-                yield _event(_chat_chunk(job.request_id, self.settings.model, [choice]))
+                delta = {"content": _text([token])}
+                if last:
+                    more = {"system_fingerprint": self._fingerprint}
+                    yield chunk(delta, job.finish, _nulls("stop_reason token_ids"), **more)
+                else:
+                    yield chunk(delta, None, _nulls("token_ids"))
         yield "data: [DONE]\n\n"
 
     async def completion(self, body: CompletionRequest, request: Request) -> Response:
@@ -625,49 +650,65 @@ class _Server:
             return _sse(self._completion_stream(job))
         tokens = await _until_disconnect(request, self._encodable(job))
         choices = [_completion_choice(index, _text(tokens), job.finish) for index in range(job.choices)]
-        return JSONResponse(_completion_answer(job.request_id, self.settings.model, choices, _usage(job)))
+        more = {**_nulls(_AROUND_COMPLETION), "system_fingerprint": self._fingerprint, "usage": _usage(job)}
+        return JSONResponse(_answer("text_completion", job.request_id, self.settings.model, choices, **more))
 
     async def _completion_stream(self, job: _Job) -> AsyncGenerator[str, None]:
         if not encodable(job.priority):
             yield _event(_overflow().body)
         else:
             async for token, last in self.steps(job):
-                choice = {"index": 0, "text": _text([token]), "finish_reason": job.finish if last else None}
-                yield _event(_completion_chunk(job.request_id, self.settings.model, [choice]))
+                rest = _nulls("logprobs stop_reason prompt_token_ids token_ids")
+                choice = {"index": 0, "text": _text([token]), "finish_reason": job.finish if last else None, **rest}
+                more = {"system_fingerprint": self._fingerprint} if last else {}
+                yield _event(_answer("text_completion", job.request_id, self.settings.model, [choice], **more))
         yield "data: [DONE]\n\n"
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
         job = self.coupled_job(body, "resp_", request, body.prompts[0])
         if body.stream:
-            return _sse(self._responses_stream(job))
+            return _sse(self._responses_stream(job, body))
         tokens = await _until_disconnect(request, self._encodable(job))
-        return JSONResponse(self._response(job, _text(tokens)))
+        return JSONResponse(self._response(job, body, _text(tokens)))
 
-    def _response(self, job: _Job, text: str | None) -> dict[str, Any]:
-        content = [{"annotations": list[Any](), "text": text, "type": "output_text", "logprobs": None}]
-        output = {"id": "msg_0", "content": content, "role": "assistant", "status": "completed", "type": "message"}
-        counts = {"input_tokens": job.prompt, "output_tokens": job.tokens, "total_tokens": job.prompt + job.tokens}
-        done = "completed" if job.finish == "stop" else "incomplete"
+    def _response(self, job: _Job, body: ResponsesRequest, text: str | None) -> dict[str, Any]:
+        """The whole response object; without a text, one that is in progress."""
+        cut = {"reason": "max_output_tokens"} if text is not None and job.finish == "length" else None
+        status = "in_progress" if text is None else "incomplete" if cut else "completed"
         return {
             "id": job.request_id, "created_at": int(time.time()), "model": self.settings.model, "object": "response",
-            "output": [] if text is None else [output], "status": "in_progress" if text is None else done,
-            "usage": None if text is None else counts,
+            "output": [] if text is None else [_message_item(text)], "status": status, "incomplete_details": cut,
+            "usage": None if text is None else _response_usage(job), "max_output_tokens": body.max_output_tokens,
+            "parallel_tool_calls": True, "temperature": 1.0, "top_p": 1.0, "tool_choice": "none", "tools": [],
+            "background": False, "service_tier": "auto", "truncation": "disabled", "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            **_nulls("instructions metadata max_tool_calls previous_response_id prompt reasoning text top_logprobs"),
+            **_nulls("user kv_transfer_params ec_transfer_params input_messages output_messages"),
         }  # fmt: skip
 
-    async def _responses_stream(self, job: _Job) -> AsyncGenerator[str, None]:
-        """The events around the text deltas, numbered."""
-        numbers = itertools.count()
+    async def _responses_stream(self, job: _Job, body: ResponsesRequest) -> AsyncGenerator[str, None]:
+        """The response's life, around the deltas of its one text."""
+        numbers, where = itertools.count(), {"item_id": "msg_0", "output_index": 0, "content_index": 0}
 
-        def event(kind: str, **fields: Any) -> str:
-            return _event({**fields, "sequence_number": next(numbers), "type": kind}, kind)
+        def event(kind: str, **members: Any) -> str:
+            return _event({**members, "sequence_number": next(numbers), "type": f"response.{kind}"}, f"response.{kind}")
 
-        yield event("response.created", response=self._response(job, None))
-        yield event("response.in_progress", response=self._response(job, None))
-        text = ""
+        yield event("created", response=self._response(job, body, None))
+        yield event("in_progress", response=self._response(job, body, None))
+        if not encodable(job.priority):
+            raise OverflowError("vLLM cuts the stream here, and so does this")
+        text, part = "", {"annotations": list[Any](), "text": "", "type": "output_text", "logprobs": list[Any]()}
         async for token, _ in self.steps(job):
+            if not text:
+                started = {**_message_item(""), "content": [], "status": "in_progress"}
+                yield event("output_item.added", item=started, output_index=0)
+                yield event("content_part.added", part=part, **where)
             text += _text([token])
-            yield event("response.output_text.delta", delta=_text([token]), item_id="msg_0", output_index=0)
-        yield event("response.completed", response=self._response(job, text))
+            yield event("output_text.delta", delta=_text([token]), logprobs=[], **where)
+        yield event("output_text.done", text=text, logprobs=[], **where)
+        yield event("content_part.done", part={**part, "text": text, "logprobs": None}, **where)
+        yield event("output_item.done", item=_message_item(text), output_index=0)
+        yield event("completed", response=self._response(job, body, text))
 
     async def messages(self, body: AnthropicMessagesRequest, request: Request) -> Response:
         job = self.coupled_job(body, "chatcmpl-", request, body.prompts[0])
@@ -748,23 +789,47 @@ class _Server:
 
 
 class _Decoder:
-    """UTF-8 over chunks; the bytes of a character that is cut travel with the client, as in vLLM's derender."""
+    """UTF-8 over chunks. The state travels with the client, in the members that vLLM's has."""
 
-    def __init__(self, carried: Mapping[str, Any] | None) -> None:
-        state = carried or {}
-        self.role_sent = bool(state.get("role_sent"))
-        self._cut: list[int] = list(state.get("cut") or [])
+    def __init__(self, carried: Mapping[str, Any]) -> None:
+        self.role_sent = bool(carried.get("role_sent"))
+        self._offset = int(carried.get("logprob_text_offset") or 0)
+        # The last tokens, of which some bytes may wait for the rest of their character.
+        self._context: list[int] = list(carried.get("logprob_context_token_ids") or [])
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.decode(_bytes(self._context))
 
-    def __call__(self, tokens: list[int] | None) -> str:
-        """The text that is whole so far."""
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        text = decoder.decode(_bytes([*self._cut, *(tokens or [])]))
-        self._cut = [_FIRST_BYTE + byte for byte in decoder.getstate()[0]]
-        return text
+    def __call__(self, tokens: list[int]) -> str:
+        """The text that is whole by now."""
+        self._context = [*self._context, *tokens][-4:]
+        return self._decoder.decode(_bytes(tokens))
 
-    def carried(self, role_sent: bool) -> dict[str, Any]:
-        """The state for the next call."""
-        return {"cut": self._cut, "role_sent": role_sent}
+    def state(self, role_sent: bool, offset: int) -> dict[str, Any]:
+        """What the client sends with the next chunk; `offset` characters were written."""
+        last = [_text([token]) for token in self._context[-1:]]
+        return {
+            "prev_tokens": last, "prefix_offset": 0, "read_offset": len(last), "role_sent": role_sent,
+            "logprob_context_token_ids": self._context, "logprob_text_offset": self._offset + offset,
+            "output_token_ids": [], "output_chunk_lens": [], "tools_streamed": False, "last_tool_call_ids": [],
+        }  # fmt: skip
+
+
+def _message_item(text: str) -> dict[str, Any]:
+    content = [{"annotations": list[Any](), "text": text, "type": "output_text", "logprobs": None}]
+    item = {"id": "msg_0", "content": content, "role": "assistant", "status": "completed", "type": "message"}
+    return {**item, "phase": None}
+
+
+def _response_usage(job: _Job) -> dict[str, Any]:
+    before: dict[str, Any] = {"cached_tokens": 0, "cache_write_tokens": 0}
+    after: dict[str, Any] = {"reasoning_tokens": 0, "tool_output_tokens": 0}
+    return {
+        "input_tokens": job.prompt,
+        "input_tokens_details": {**before, "input_tokens_per_turn": [], "cached_tokens_per_turn": []},
+        "output_tokens": job.tokens,
+        "output_tokens_details": {**after, "output_tokens_per_turn": [], "tool_output_tokens_per_turn": []},
+        "total_tokens": job.prompt + job.tokens,
+    }
 
 
 def header_priority(header: str | None, body: int) -> int:
@@ -796,11 +861,14 @@ def _check_prompt(body: CompletionRequest) -> None:
         raise _VllmError(message, param="prompt")
 
 
+def _nulls(names: str) -> dict[str, Any]:
+    """Members that vLLM writes though nothing was asked for them."""
+    return dict.fromkeys(names.split())
+
+
 def _counts(prompt: int, completion: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion,
-        "prompt_tokens_details": None, "completion_tokens_details": None,
-    }  # fmt: skip
+    total = {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+    return {**total, **_nulls("prompt_tokens_details completion_tokens_details")}
 
 
 def _usage(job: _Job) -> dict[str, Any]:
@@ -809,56 +877,33 @@ def _usage(job: _Job) -> dict[str, Any]:
 
 def _token_choice(index: int, tokens: list[int], job: _Job, last: bool, mode: str) -> dict[str, Any]:
     return {
-        "index": index, "finish_reason": job.finish if last else None, "stop_reason": None, "token_ids": tokens,
-        "routed_experts": None, "sampling_mask": None,
+        "index": index,
+        "finish_reason": job.finish if last else None,
+        "token_ids": tokens,
         "weight_versions": [{"version": "default", "start": 0, "end": job.tokens}] if last else None,
-        **({"text": _text(tokens)} if mode == "text" else {}), "logprobs": None,
-    }  # fmt: skip
+        **({"text": _text(tokens)} if mode == "text" else {}),
+        **_nulls("stop_reason routed_experts sampling_mask logprobs"),
+    }
 
 
 def _chat_choice(index: int, text: str, finish: str | None) -> dict[str, Any]:
-    message = {
-        "role": "assistant", "content": text, "refusal": None, "annotations": None, "audio": None,
-        "function_call": None, "reasoning": None,
-    }  # fmt: skip
-    return {
-        "index": index, "message": message, "logprobs": None, "finish_reason": finish, "stop_reason": None,
-        "token_ids": None, "routed_experts": None,
-    }  # fmt: skip
-
-
-def _chat_answer(name: str, model: str, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "id": name, "object": "chat.completion", "created": int(time.time()), "model": model, "choices": choices,
-        "service_tier": None, "system_fingerprint": None, "usage": usage, "prompt_logprobs": None,
-        "prompt_token_ids": None, "prompt_text": None, "kv_transfer_params": None, "ec_transfer_params": None,
-        "metrics": None,
-    }  # fmt: skip
-
-
-def _chat_chunk(name: str, model: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    now = int(time.time())
-    return {"id": name, "object": "chat.completion.chunk", "created": now, "model": model, "choices": choices}
+    message = {"role": "assistant", "content": text, **_nulls("refusal annotations audio function_call reasoning")}
+    rest = _nulls("logprobs stop_reason token_ids routed_experts")
+    return {"index": index, "message": message, "finish_reason": finish, **rest}
 
 
 def _completion_choice(index: int, text: str, finish: str | None) -> dict[str, Any]:
-    return {
-        "index": index, "text": text, "logprobs": None, "finish_reason": finish, "stop_reason": None,
-        "token_ids": None, "prompt_logprobs": None, "prompt_token_ids": None, "routed_experts": None,
-    }  # fmt: skip
+    rest = _nulls("logprobs stop_reason token_ids prompt_logprobs prompt_token_ids routed_experts")
+    return {"index": index, "text": text, "finish_reason": finish, **rest}
 
 
-def _completion_answer(name: str, model: str, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "id": name, "object": "text_completion", "created": int(time.time()), "model": model, "choices": choices,
-        "service_tier": None, "system_fingerprint": None, "usage": usage, "kv_transfer_params": None,
-        "ec_transfer_params": None, "metrics": None,
-    }  # fmt: skip
+_AROUND_CHAT = "service_tier prompt_logprobs prompt_token_ids prompt_text kv_transfer_params ec_transfer_params metrics"
+_AROUND_COMPLETION = "service_tier kv_transfer_params ec_transfer_params metrics"
 
 
-def _completion_chunk(name: str, model: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-    now = int(time.time())
-    return {"id": name, "object": "text_completion", "created": now, "model": model, "choices": choices}
+def _answer(kind: str, name: str, model: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    """The members that chat and text completions share, whole or in chunks."""
+    return {"id": name, "object": kind, "created": int(time.time()), "model": model, "choices": choices, **more}
 
 
 def _event(data: dict[str, Any], name: str | None = None) -> str:
