@@ -22,12 +22,24 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
 from control_plane.errors import BadInput
 from control_plane.pod import Container, Pod, Port, Review, Spec, ascii_line, read
-from control_plane.pod_patch import CONTAINER, INJECTED, PORT_NAME, PREFIX, Mode, Plan, injected, json_patch, verbatim
-from control_plane.policy import ROLES, Policies, Role
+from control_plane.pod_patch import (
+    CONTAINER,
+    INJECTED,
+    ORIGINAL,
+    PORT_NAME,
+    PREFIX,
+    Mode,
+    Plan,
+    injected,
+    json_patch,
+    verbatim,
+)
+from control_plane.policy import ROLES, Policies, Policy, Role
 from control_plane.render import DEFAULT_ADMIN, DEFAULT_LISTEN, Address, Placement, bootstrap
 
 INJECT_LABEL = PREFIX + "inject"
@@ -214,7 +226,8 @@ def _plan(
         raise _UninjectableError("hostNetwork is true, so its ports are the node's", owner_can_mend=False)
     if spec.os and spec.os.name == "windows":
         raise _UninjectableError("spec.os.name is windows, and Envoy's image is for Linux", owner_can_mend=False)
-    if unknown := sorted(key for key in asked if key.startswith(PREFIX) and key not in (*ANNOTATIONS, INJECTED)):
+    ours = (*ANNOTATIONS, INJECTED, ORIGINAL)
+    if unknown := sorted(key for key in asked if key.startswith(PREFIX) and key not in ours):
         names = ", ".join(key.removeprefix(PREFIX) for key in ANNOTATIONS)
         raise _UninjectableError(f"annotation {unknown[0]} is unknown; allowed: {names}")
 
@@ -260,10 +273,9 @@ def _plan(
         admin=Address("127.0.0.1", admin),
         health=Address(settings.listen_host, health),
         control_plane=settings.control_plane,
-        labels=dict(labels),
         policy_name=name,
     )
-    config = json.dumps(bootstrap(policy, placement), separators=(",", ":"))
+    config = _config(policy, placement, labels)
     if len(verbatim(config)) > MAX_CONFIG_BYTES:
         raise _UninjectableError(
             f"the sidecar's configuration has {len(config)} bytes; allowed: {MAX_CONFIG_BYTES},"
@@ -299,6 +311,28 @@ def _plan(
         sidecar_sleep=max(grace - 2, 0) if can_sleep and not native else 0,
         warnings=warnings,
     )
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a configuration is made of, told apart by `key`: a policy holds mappings, which have no hash."""
+
+    key: str
+    policy: Policy = field(compare=False)
+    placement: Placement = field(compare=False)
+
+
+@lru_cache(maxsize=128)
+def _rendered(source: _Source) -> Mapping[str, Any]:
+    return bootstrap(source.policy, source.placement)
+
+
+def _config(policy: Policy, placement: Placement, labels: Mapping[str, str]) -> str:
+    """The bootstrap as JSON. Pods differ in their labels, which stand in one place: the rest is rendered once."""
+    whole = _rendered(_Source(policy.model_dump_json() + repr(placement), policy, placement))
+    node = whole["node"]
+    node = {**node, "metadata": {**node["metadata"], "labels": dict(labels)}}
+    return json.dumps({**whole, "node": node}, separators=(",", ":"))
 
 
 def _app_index(containers: Sequence[Container], asked_upstream: int | None) -> int:

@@ -14,6 +14,9 @@ PREFIX = "vllm-priority.io/"
 INJECTED = PREFIX + "injected"
 """Annotation that the injector writes: what it did, as JSON, so that it can be undone."""
 
+ORIGINAL = PREFIX + "original"
+"""Annotation that the offline injector writes where it had to lay a manifest out anew: what it was, for --uninject."""
+
 CONTAINER = "vllm-priority"
 REDIRECT_CONTAINER = "vllm-priority-redirect"
 PORT_NAME = "vllm-priority"

@@ -27,7 +27,7 @@ from control_plane.admission import (
 from control_plane.errors import BadInput
 from control_plane.pod_patch import json_patch, redirect_rules
 from control_plane.policy import Policies, parse_policies
-from control_plane.render import Address
+from control_plane.render import Address, Placement, bootstrap
 
 POLICIES = parse_policies("policies: [{name: batch, selector: {tier: batch}, policy: {default: 10}}]")
 SETTINGS = InjectorSettings(kubernetes_version="1.35")
@@ -565,6 +565,22 @@ def test_the_configuration_survives_kubernetes_argument_expansion():
     assert "x-$$-$pod_name-p" in json.dumps(config_of(pod))
 
 
+def test_the_configuration_is_the_bootstrap_of_this_policy_and_these_labels():
+    for tier in ("batch", "none", "batch"):
+        pod = change(make_pod(labels={"tier": tier}, asked={"role": "engine"})).pod
+        placement = Placement(
+            role="engine",
+            listen=Address("0.0.0.0", 18001),
+            upstream=Address("127.0.0.1", 8000),
+            admin=Address("127.0.0.1", 19001),
+            health=Address("0.0.0.0", 19002),
+            labels={**LABEL, "tier": tier},
+        )
+        policy = POLICIES.choose({"tier": tier})
+        assert policy is not None
+        assert config_of(pod) == bootstrap(policy, placement)
+
+
 def test_a_configuration_too_long_for_an_argument_is_refused():
     labels = {f"l{n}": "x" * 4000 for n in range(40)}
     assert f"allowed: {MAX_CONFIG_BYTES}" in answer(make_pod(labels=labels))["status"]["message"]
@@ -649,7 +665,7 @@ def _places(at: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *(place for key, value in children for place in _places(value, (*path, key)))]
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from(_places(_FULL)), _JSON), min_size=1, max_size=3), st.booleans())
 def test_a_review_with_anything_anywhere_is_answered_or_is_bad_input(changes, drop_annotations):
     body: Any = copy.deepcopy(_FULL)
