@@ -75,7 +75,8 @@ def publish(folder: Path, docs: Path) -> None:
     """Put table.md between the markers of performance.md, and the picture into images/."""
     page = docs / "performance.md"
     text = page.read_text()
-    block = f"<!-- bench -->\n{(folder / 'table.md').read_text()}<!-- /bench -->"
+    picture = "![Throughput, time and memory against size, and first byte, of seven ways](images/bench.svg)"
+    block = f"<!-- bench -->\n{picture}\n\n{(folder / 'table.md').read_text()}<!-- /bench -->"
     page.write_text(re.sub(r"<!-- bench -->.*?<!-- /bench -->", lambda _: block, text, flags=re.S))
     (docs / "images").mkdir(exist_ok=True)
     for name in ("bench.svg", "bench.png"):
@@ -110,7 +111,7 @@ def cpu_ratio(results: Results, one: str, other: str, case: str, body: str) -> f
     first, second = _row(results, one, case, body), _row(results, other, case, body)
     if first is None or second is None:
         return None
-    return statistics.median(second["cpu_us"]) / statistics.median(first["cpu_us"])
+    return float(statistics.median(second["cpu_us"]) / statistics.median(first["cpu_us"]))
 
 
 def _row(results: Results, letter: str, case: str, body: str) -> dict[str, Any] | None:
