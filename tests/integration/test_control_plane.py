@@ -1,0 +1,480 @@
+"""The control plane as a process, and real Envoys that poll it: changes, refusals, and its bad days."""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import pytest
+import uvicorn
+
+from control_plane import render
+from control_plane.app import MAX_BODY_BYTES, ServeSettings, create_app
+from control_plane.render import Address, Placement, Resource
+from control_plane.sidecar import Sidecar
+from tests.pem import write_pair
+
+from .sidecars import load
+from .upstream import WAIT, Connection, RecordingUpstream, Request, response
+
+RENDER = "/v1/chat/completions/render"
+ECDS = "/v3/discovery:extension_configs"
+POLL_SECONDS = 0.2
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    """Waits for what must come."""
+    deadline = time.monotonic() + 3 * WAIT
+    while not condition():
+        assert time.monotonic() < deadline, f"{what}: does not come"
+        time.sleep(0.02)
+
+
+class ControlPlane:
+    """`serve` in a process of its own, that can be killed and started again on its port."""
+
+    def __init__(self, policy: Path, port: int | None = None, setup: str = "", **settings: object) -> None:
+        self.address = Address("127.0.0.1", port or free_port())
+        given = {"policy": policy, "listen": self.address, "reload_seconds": 0.1, **settings}
+        self._code = (
+            "from pathlib import Path, PosixPath\nfrom control_plane import server\n"
+            "from control_plane.app import ServeSettings\nfrom control_plane.render import Address\n"
+            f"{setup}\nserver.serve(ServeSettings(**{given!r}))\n"
+        )
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def start(self) -> None:
+        process = subprocess.Popen([sys.executable, "-c", self._code], stderr=subprocess.PIPE)
+        self.process = process
+
+        def answers() -> bool:
+            assert process.poll() is None, process.stderr.read().decode()  # type: ignore[union-attr]
+            with contextlib.suppress(httpx.HTTPError):
+                return self.get("/healthz").status_code == 200
+            return False
+
+        until(answers, "the control plane's first answer")
+
+    def kill(self, number: int = signal.SIGKILL) -> int:
+        """The exit status."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        status = self.process.wait(WAIT)
+        self.process.stderr.close()  # type: ignore[union-attr]
+        return status
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(f"http://{self.address}{path}", timeout=WAIT, trust_env=False)
+
+    def standing(self, node: str) -> str:
+        """How a sidecar stands; empty where it was not seen."""
+        return {row["node_id"]: row["standing"] for row in self.get("/api/sidecars").json()["sidecars"]}.get(node, "")
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    """The file that the control plane serves."""
+    path = tmp_path / "policy.yaml"
+    set_default(path, 1)
+    return path
+
+
+def set_default(path: Path, value: int) -> None:
+    """As a mounted ConfigMap changes: at once, by a rename."""
+    new = path.with_suffix(".new")
+    new.write_text(f"default: {value}\n")
+    new.rename(path)
+
+
+@pytest.fixture
+def start_sidecar(envoy: Path, upstream: RecordingUpstream) -> Iterator[Callable[..., Address]]:
+    """Starts a sidecar born with default 0 that polls `control_plane`; gives the address it listens on."""
+    with contextlib.ExitStack() as stack:
+
+        def start(
+            control_plane: Address,
+            node: str = "pod-1",
+            change: Callable[[Resource], None] = lambda bootstrap: None,
+        ) -> Address:
+            listen, admin = Address("127.0.0.1", free_port()), Address("127.0.0.1", free_port())
+            placement = Placement(
+                "render", listen, upstream.address, admin, control_plane=control_plane, node_id=node,
+                access_log="/dev/null", refresh_seconds=POLL_SECONDS,
+            )  # fmt: skip
+            bootstrap = render.bootstrap(load("default: 0"), placement)
+            change(bootstrap)
+            stack.enter_context(Sidecar(bootstrap, envoy))
+            return listen
+
+        yield start
+
+
+def applied(sidecar: Address) -> str:
+    """The priority that a request without one gets."""
+    answer = httpx.post(f"http://{sidecar}{RENDER}", json={"messages": []}, timeout=WAIT, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    return answer.headers["x-vllm-priority-applied"].partition(";")[0]
+
+
+def echo(request: Request, connection: Connection) -> None:
+    """Answers with the id and the priority that reached the upstream."""
+    connection.read_body(request)
+    body = json.loads(request.body)
+    connection.send(response(json.dumps({"id": body["id"], "priority": body["priority"]}).encode()))
+
+
+class Load:
+    """Clients that post through a sidecar, one after another on kept connections, until the end of the block."""
+
+    def __init__(self, sidecar: Address, clients: int = 4) -> None:
+        self._sidecar = sidecar
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=(number,)) for number in range(clients)]
+        self.wrong: list[str] = []
+        self.priorities: Counter[int] = Counter()
+        self.last: dict[int, int] = {}
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        until(lambda: sum(self.priorities.values()) > 20 or self.wrong, "the load's first requests")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(WAIT)
+
+    def sent(self) -> int:
+        return sum(self.priorities.values())
+
+    def some_more(self, count: int = 50) -> None:
+        """Waits until so many more requests were answered."""
+        goal = self.sent() + count
+        until(lambda: self.sent() >= goal or self.wrong, "more answers under load")
+
+    def _run(self, number: int) -> None:
+        connection = http.client.HTTPConnection(self._sidecar.host, self._sidecar.port, timeout=WAIT)
+        count = 0
+        while not self._stop.is_set():
+            count += 1
+            name = f"{number}-{count}"
+            try:
+                connection.request(
+                    "POST", RENDER, json.dumps({"id": name}), {"content-type": "application/json"},
+                )  # fmt: skip
+                answer = connection.getresponse()
+                text = answer.read()
+                body = json.loads(text)
+                if answer.status != 200 or body["id"] != name:
+                    self.wrong.append(f"{name}: {answer.status} {text!r}")
+                else:
+                    self.priorities[body["priority"]] += 1
+                    self.last[number] = body["priority"]
+            except (OSError, http.client.HTTPException, ValueError, KeyError) as error:
+                self.wrong.append(f"{name}: {error!r}")
+                connection.close()
+        connection.close()
+
+
+def test_a_policy_change_reaches_a_running_sidecar_and_changes_what_happens_to_a_request(
+    policy: Path, start_sidecar: Callable[..., Address]
+) -> None:
+    with ControlPlane(policy) as plane:
+        sidecar = start_sidecar(plane.address)
+        until(lambda: plane.standing("pod-1") == "up_to_date", "the sidecar on the first policy")
+        assert applied(sidecar) == "1"
+        set_default(policy, 2)
+        until(lambda: applied(sidecar) == "2", "the new policy in the sidecar")
+        until(lambda: plane.standing("pod-1") == "up_to_date", "the sidecar on the new policy")
+        text = plane.get("/metrics").text
+        assert 'requests_total{result="found",type="extension_configs"} 2.0' in text, "one answer for each policy"
+
+
+def test_a_sidecar_that_starts_without_a_control_plane_has_the_policy_it_was_born_with(
+    policy: Path, start_sidecar: Callable[..., Address]
+) -> None:
+    plane = ControlPlane(policy)
+    sidecar = start_sidecar(plane.address)
+    assert applied(sidecar) == "0"
+    with plane:
+        until(lambda: applied(sidecar) == "1", "the control plane's policy, once there is one")
+
+
+def test_no_request_is_lost_while_the_control_plane_is_killed_and_started_again(
+    policy: Path, start_sidecar: Callable[..., Address], upstream: RecordingUpstream
+) -> None:
+    upstream.handler = echo
+    with ControlPlane(policy) as plane:
+        sidecar = start_sidecar(plane.address)
+        until(lambda: plane.standing("pod-1") == "up_to_date", "the sidecar on the first policy")
+        with Load(sidecar) as running:
+            plane.kill()
+            running.some_more()
+            set_default(policy, 2)
+            plane.start()
+            until(lambda: running.wrong or set(running.last.values()) == {2}, "the policy of the new process")
+    assert running.wrong == []
+    assert set(running.priorities) == {1, 2}, "the last policy is kept while the control plane is away"
+
+
+def test_a_policy_change_under_load_fails_no_request_and_mixes_none_up(
+    policy: Path, start_sidecar: Callable[..., Address], upstream: RecordingUpstream
+) -> None:
+    upstream.handler = echo
+    with ControlPlane(policy) as plane:
+        sidecar = start_sidecar(plane.address)
+        until(lambda: plane.standing("pod-1") == "up_to_date", "the sidecar on the first policy")
+        connections = upstream.connections
+        with Load(sidecar) as running:
+            for value in (2, 3, 4):
+                set_default(policy, value)
+                until(lambda value=value: running.wrong or set(running.last.values()) == {value}, "the new policy")  # type: ignore[misc]
+                running.some_more(20)
+    assert running.wrong == []
+    assert set(running.priorities) == {1, 2, 3, 4}
+    assert upstream.connections - connections <= 8, "a change must not touch connections"
+
+
+def test_an_envoy_that_refuses_a_configuration_keeps_the_old_one_and_is_said_to(
+    policy: Path, start_sidecar: Callable[..., Address], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = create_app(ServeSettings(policy, reload_seconds=3600))
+    with in_thread(app) as address:
+        sidecar = start_sidecar(address)
+
+        def standing() -> str:
+            rows = httpx.get(f"http://{address}/api/sidecars", trust_env=False).json()["sidecars"]
+            return str(rows[0]["standing"]) if rows else ""
+
+        until(lambda: standing() == "up_to_date", "the sidecar on the first policy")
+        rendered = render.filter_config
+        with monkeypatch.context() as broken:
+            broken.setattr(
+                render, "filter_config", lambda policy, role: with_script(rendered(policy, role), "function (")
+            )
+            set_default(policy, 2)
+            assert app.state.policy.reload() is True
+        until(lambda: standing() == "refused", "the refusal")
+        assert applied(sidecar) == "1"
+        set_default(policy, 3)
+        assert app.state.policy.reload() is True
+        until(lambda: standing() == "up_to_date", "the sidecar on the mended policy")
+        assert applied(sidecar) == "3"
+
+
+def with_script(filter_config: Resource, script: str) -> Resource:
+    return {**filter_config, "default_source_code": {"inline_string": script}}
+
+
+@contextlib.contextmanager
+def in_thread(app: Any) -> Iterator[Address]:
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    until(lambda: server.started, "the server's start")
+    try:
+        yield Address("127.0.0.1", server.servers[0].sockets[0].getsockname()[1])
+    finally:
+        server.should_exit = True
+        thread.join(WAIT)
+
+
+def test_a_sidecar_between_two_replicas_ends_on_the_new_policy_and_stays(
+    policy: Path, tmp_path: Path, start_sidecar: Callable[..., Address]
+) -> None:
+    other_file = tmp_path / "other.yaml"
+    set_default(other_file, 2)
+    with ControlPlane(policy) as one, ControlPlane(other_file) as two:
+
+        def both(bootstrap: Resource) -> None:
+            """One poll to each in turn, as behind a Service where no connection is kept."""
+            [cluster] = [c for c in bootstrap["static_resources"]["clusters"] if c["name"] == "control_plane"]
+            endpoints = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
+            second = json.loads(json.dumps(endpoints[0]))
+            second["endpoint"]["address"]["socket_address"]["port_value"] = two.address.port
+            endpoints.append(second)
+
+        sidecar = start_sidecar(one.address, change=both)
+        seen: set[str] = set()
+        until(lambda: seen.add(applied(sidecar)) or seen >= {"1", "2"}, "both policies, in turn")  # type: ignore[func-returns-value]
+        set_default(policy, 2)
+        until(lambda: {plane.standing("pod-1") for plane in (one, two)} == {"up_to_date"}, "both agree on the sidecar")
+
+        def found() -> list[str]:
+            return [
+                line
+                for plane in (one, two)
+                for line in plane.get("/metrics").text.splitlines()
+                if "requests_total{" in line and "not_modified" not in line
+            ]
+
+        def polls() -> int:
+            name = 'requests_total{result="not_modified",type="extension_configs"} '
+            return sum(int(float(plane.get("/metrics").text.partition(name)[2].split()[0])) for plane in (one, two))
+
+        before, count = found(), polls()
+        until(lambda: polls() >= count + 6, "six more polls")
+        assert found() == before, "nothing is sent any more once the replicas agree"
+        assert applied(sidecar) == "2"
+
+
+# The process and its sockets.
+
+
+def exchange(address: Address, *pieces: bytes, pause: float = 0.0) -> bytes:
+    """What comes back on one connection until it is closed."""
+    with socket.create_connection((address.host, address.port), WAIT) as sock:
+        for piece in pieces:
+            with contextlib.suppress(OSError):
+                sock.sendall(piece)
+            time.sleep(pause)
+        received = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := sock.recv(65536):
+                received += piece
+        return received
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
+    """A control plane that waits half a second for a request's head and for its body."""
+    path = tmp_path_factory.mktemp("impatient") / "policy.yaml"
+    set_default(path, 1)
+    with ControlPlane(path, setup="server.HEAD_SECONDS = 0.5", body_seconds=0.5) as plane:
+        yield plane
+
+
+@pytest.mark.parametrize("path", [ECDS, "/inject", "/healthz", "/nowhere"])
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+def test_a_body_of_50_mb_is_refused_on_any_path_and_not_held(impatient: ControlPlane, path: str, framing: str) -> None:
+    assert impatient.process is not None
+    memory = resident(impatient.process.pid)
+    whole = 50 * 2**20
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\n"
+    if framing == "length":
+        pieces = [f"{head}content-length: {whole}\r\n\r\n".encode(), *[b"x" * 2**20] * 50]
+    else:
+        pieces = [f"{head}transfer-encoding: chunked\r\n\r\n".encode(), *[b"100000\r\n" + b"x" * 2**20 + b"\r\n"] * 50]
+    answer = exchange(impatient.address, *pieces)
+    assert answer.startswith(b"HTTP/1.1 413 "), answer[:200]
+    assert b"allowed: at most 4194304 bytes" in answer
+    assert resident(impatient.process.pid) - memory < 6 * MAX_BODY_BYTES
+    assert impatient.get("/healthz").status_code == 200
+
+
+def resident(pid: int) -> int:
+    """Bytes."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "answer"),
+    [
+        ([b""], b""),
+        ([b"POST /inject HT"], b""),
+        ([b"POST /inject HTTP/1.1\r\nhost: x\r\nx-a: "], b""),
+        ([b"POST /inject HTTP/1.1\r\nhost: x\r\ncontent-length: 5\r\n\r\n{"], b"HTTP/1.1 408 Request Timeout"),
+        ([b"POST /inject HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n"], b"HTTP/1.1 408 "),
+        ([b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n", b"GET /healthz HTT"], b"HTTP/1.1 200 OK"),
+    ],
+)
+def test_a_slow_client_is_not_waited_for(impatient: ControlPlane, pieces: list[bytes], answer: bytes) -> None:
+    received = exchange(impatient.address, *pieces, pause=0.1)
+    assert received.startswith(answer)
+    assert bool(received) == bool(answer)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET http:// HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"POST /inject HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+def test_what_is_no_http_is_refused(impatient: ControlPlane, request_: bytes) -> None:
+    received = exchange(impatient.address, request_)
+    assert received.startswith(b"HTTP/1.1 4"), received
+
+
+def test_an_endless_head_is_cut_off(impatient: ControlPlane) -> None:
+    assert exchange(impatient.address, b"GET / HTTP/1.1\r\n", *[b"x-a: " + b"y" * 4096 + b"\r\n"] * 64) == b""
+    assert exchange(impatient.address, b"GET / HTTP/1.1\r\nx-a: ", *[b"y" * 65536] * 8) == b""
+
+
+def test_expect_continue_is_refused_before_the_body_is_sent(impatient: ControlPlane) -> None:
+    head = b"POST /inject HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 99999999\r\n\r\n"
+    assert exchange(impatient.address, head).startswith(b"HTTP/1.1 413 ")
+
+
+def test_sigterm_ends_it_with_status_0(policy: Path) -> None:
+    plane = ControlPlane(policy)
+    plane.start()
+    assert plane.kill(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize("wrong", ["policy", "port"])
+def test_what_cannot_be_served_is_refused_with_one_line(policy: Path, wrong: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        if wrong == "policy":
+            policy.write_text("default: no number\n")
+        plane = ControlPlane(policy, port=taken.getsockname()[1] if wrong == "port" else None)
+        done = subprocess.run([sys.executable, "-c", plane._code], capture_output=True, text=True, timeout=3 * WAIT)
+    last = done.stderr.strip().splitlines()[-1]
+    assert "PolicyError: " in last if wrong == "policy" else "BadInput: listen: 127.0.0.1:" in last
+
+
+def test_tls_is_served_beside_http_and_a_new_certificate_without_a_restart(policy: Path, tmp_path: Path) -> None:
+    cert, key = write_pair(tmp_path, "old", days=-1)
+    tls = Address("127.0.0.1", free_port())
+    with ControlPlane(policy, tls_listen=tls, tls_cert=cert, tls_key=key) as plane:
+        client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+        answer = httpx.post(f"https://{tls}/inject", content=b"{", verify=client, trust_env=False)
+        assert answer.status_code == 400
+        assert "expired on" in plane.get("/readyz").json()["certificate"]["problem"]
+        before = ssl.get_server_certificate((tls.host, tls.port))
+        write_pair(tmp_path, "new")
+        until(lambda: ssl.get_server_certificate((tls.host, tls.port)) != before, "the new certificate")
+        until(lambda: plane.get("/readyz").json()["status"] == "ready", "the end of the problem")
+        cert.write_text("nothing")
+        until(lambda: plane.get("/readyz").json()["status"] == "degraded", "the new problem")
+        assert "cannot be read" in plane.get("/readyz").json()["problems"][0]
+
+
+def test_the_policy_file_is_watched(policy: Path) -> None:
+    with ControlPlane(policy) as plane:
+        policy.write_text("default: [")
+        until(lambda: plane.get("/readyz").json()["problems"], "the broken edit at /readyz")
+        assert 'policy_reloads_total{result="refused"} 1.0' in plane.get("/metrics").text
+        set_default(policy, 7)
+        until(lambda: plane.get("/readyz").json()["status"] == "ready", "the mended edit")
+        assert plane.get("/api/policy").json()["policies"][0]["policy"]["default"] == 7
