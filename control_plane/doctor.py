@@ -9,7 +9,7 @@ import re
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any, Literal, Self
@@ -212,8 +212,8 @@ def _plan_of_probe(server: "_Server") -> str:
 def _plan_of_queue(server: "_Server") -> str:
     return (
         f"{server.role} {server.url}: GET /metrics and /server_info; if it is idle, twice: up to "
-        f"{server.settings.max_fill} long requests to {GENERATE_ROUTE} to fill its slots, behind them two of "
-        f"{_SHORT} tokens, one of them with priority {server.priority}; the long ones are aborted"
+        f"{server.settings.max_fill + 1} long requests to {GENERATE_ROUTE} until one waits, then two more behind them, "
+        f"one with priority {server.priority}; all are aborted as soon as the order is seen"
     )
 
 
@@ -476,6 +476,7 @@ class _Server:
             self.add(check, "ok", f"vLLM no longer sees the body's own priority{said}", **evidence)
 
 
+_WITH_ONE_SLOT = "raise --max-fill, or test a copy started with --max-num-seqs 1"
 _LOOK_AT_SIDECAR = "look at the sidecar's policy (vllm-priority explain) and log"
 
 
@@ -516,10 +517,6 @@ class _Rendered:
     def refused_header(self, header: str) -> bool:
         """Whether a sidecar refused the header's value."""
         return (self.error_param or "").lower() == header.lower()
-
-
-_SHORT = 16
-"""Tokens of the requests whose order is watched: enough for the one to end well before the other."""
 
 
 class _UndecidedError(Exception):
@@ -571,14 +568,14 @@ class _Queue:
             if not told:
                 self._say_fcfs("a priority in the body did not change the order")
                 return
-            seen = f"A, B, C: {self._server.priority} in the body did not pass the 0 before it"
+            seen = f"A, B, C: B with 0 started before C with {self._server.priority} in the body"
             next_step = f"{told}: something on the way removes the body's priority"
             self._server.add("scheduling policy", "ok", told, policy=self._policy)
             self._server.add(body, "lost", seen, next_step)
             return
         policy_seen = told or "priority: the order shows it"
         self._server.add("scheduling policy", "ok", policy_seen, policy="priority", slots=by_body.filled)
-        self._server.add(body, "ok", f"A, C, B: {self._server.priority} in the body passed the 0 before it")
+        self._server.add(body, "ok", f"A, C, B: C with {self._server.priority} in the body started before B with 0")
         try:
             by_header = await self._order(in_body=False)
         except _UndecidedError as reason:
@@ -586,10 +583,10 @@ class _Queue:
             return
         report = f"; a sidecar says: {by_header.report}" if by_header.report else ""
         if by_header.urgent_first:
-            seen = f"A, C, B: {self._server.priority} in the header passed the 0 before it{report}"
+            seen = f"A, C, B: C with {self._server.priority} in the header started before B with 0{report}"
             self._server.add(header, "ok", seen, applied=by_header.report)
         else:
-            seen = f"A, B, C: {self._server.priority} in the header did not pass the 0 before it{report}"
+            seen = f"A, B, C: B with 0 started before C with {self._server.priority} in the header{report}"
             next_step = _LOOK_AT_SIDECAR if by_header.report else self._server.cure
             self._server.add(header, "lost", seen, next_step, applied=by_header.report)
 
@@ -617,56 +614,56 @@ class _Queue:
         """One round of A, B, C. _UndecidedError where it would prove nothing."""
         if self._slots is not None and self._slots > self._settings.max_fill:
             raise self._too_many_slots(f"{self._slots} slots (/server_info)")
-        await self._until_idle()
+        held: list[_Held] = []
         try:
-            async with AsyncExitStack() as long_requests:
-                return await self._watched(long_requests, in_body)
+            await self._until_idle()
+            return await self._watched(held, in_body)
         except httpx.HTTPError as error:
             reason = _reason(error, self._settings.timeout)
             raise _UndecidedError(f"a request failed: {reason}", "look at the server's log") from None
-
-    async def _watched(self, long_requests: AsyncExitStack, in_body: bool) -> _Order:
-        holders = await self._fill(long_requests)
-        filled, out = len(holders), list[str]()
-        urgent = {"priority": self._server.priority} if in_body else {}
-        headers = {} if in_body else {self._settings.header: str(self._server.priority)}
-        # B names 0 itself, so that no default of a sidecar's applies to it.
-        b = asyncio.create_task(self._short("B", {"priority": 0}, {}, out))
-        tasks = [b]
-        try:
-            await self._gauges(filled, 1, "B waits", tasks)
-            tasks.append(asyncio.create_task(self._short("C", urgent, headers, out)))
-            await self._gauges(filled, 2, "C waits too", tasks)
-            # One slot comes free: whoever takes it was first in the queue.
-            await holders[0].aclose()
-            _, report = await asyncio.gather(*tasks)
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        return _Order(out.index("C") < out.index("B"), report, filled)
+            for request in held:
+                await request.abort()
 
-    async def _fill(self, long_requests: AsyncExitStack) -> list[AsyncExitStack]:
-        """Send long requests until one waits; that one is taken back. Gives those that run, one closable each."""
-        holders: list[AsyncExitStack] = []
+    async def _watched(self, held: "list[_Held]", in_body: bool) -> _Order:
+        slots = await self._fill(held)
+        # B names 0 itself, so that no default of a sidecar's applies to it.
+        b = self._send(held, {"priority": 0}, {})
+        await self._gauges(slots, 1, "B waits", held)
+        if in_body:
+            c = self._send(held, {"priority": self._server.priority}, {})
+        else:
+            c = self._send(held, {}, {self._settings.header: str(self._server.priority)})
+        await self._gauges(slots, 2, "C waits too", held)
+        # One slot comes free: whoever takes it was first in the queue, and holds it, so the other cannot start.
+        await held[0].abort()
+        deadline = time.monotonic() + self._settings.queue_timeout
+        while not (b.started or c.started):
+            for request in (b, c):
+                request.check()
+            if time.monotonic() > deadline:
+                raise _UndecidedError("neither B nor C started when A was gone", "look at the server's log")
+            await asyncio.sleep(self._settings.poll)
+        if b.started and c.started:
+            raise _UndecidedError("B and C started at once: the slot was not the only one", _WITH_ONE_SLOT)
+        return _Order(c.started, c.report, slots)
+
+    async def _fill(self, held: "list[_Held]") -> int:
+        """Send long requests until one waits, and take that one back; gives how many run."""
         for count in range(1, self._settings.max_fill + 2):
-            holder = AsyncExitStack()
-            long_requests.push_async_exit(holder)
-            await self._send_long(holder)
-            running, waiting = await self._settled(count)
+            self._send(held, {}, {})
+            running, waiting = await self._settled(count, held)
             if waiting == 0:
-                holders.append(holder)
                 continue
             if waiting > 1 or running != count - 1:
                 raise self._someone_else(running, waiting)
-            await holder.aclose()
-            await self._gauges(count - 1, 0, "the request that waited is taken back", [])
-            return holders
+            await held.pop().abort()
+            await self._gauges(count - 1, 0, "the request that waited is taken back", held)
+            return count - 1
         raise self._too_many_slots(f"more than {self._settings.max_fill} slots")
 
     def _too_many_slots(self, seen: str) -> _UndecidedError:
-        next_step = "raise --max-fill, or test a copy started with --max-num-seqs 1"
-        return _UndecidedError(f"{seen}: nothing waits, so the order proves nothing", next_step)
+        return _UndecidedError(f"{seen}: nothing waits, so the order proves nothing", _WITH_ONE_SLOT)
 
     def _someone_else(self, running: int, waiting: int) -> _UndecidedError:
         seen = f"other requests are in its queue ({running} running, {waiting} waiting): cannot tell"
@@ -683,34 +680,32 @@ class _Queue:
                 raise self._someone_else(running, waiting)
             await asyncio.sleep(self._settings.poll)
 
-    async def _settled(self, total: int) -> tuple[int, int]:
+    async def _settled(self, total: int, held: "list[_Held]") -> tuple[int, int]:
         """(running, waiting) once they add up to `total`: all that were sent have arrived."""
         deadline = time.monotonic() + self._settings.queue_timeout
         while True:
             running, waiting = await self._read()
-            if running + waiting == total and (waiting == 0 or running > 0):
+            if running + waiting == total and running > 0:
                 return running, waiting
-            if time.monotonic() > deadline:
-                raise self._someone_else(running, waiting)
+            self._check(held, deadline, (running, waiting), total, "the long requests arrived")
             await asyncio.sleep(self._settings.poll)
 
-    async def _gauges(self, running: int, waiting: int, step: str, queued: list[asyncio.Task[str | None]]) -> None:
-        """Wait until the gauges show exactly this, while every task in `queued` still waits for its answer."""
+    async def _gauges(self, running: int, waiting: int, step: str, held: "list[_Held]") -> None:
+        """Wait until the gauges show exactly this."""
         deadline = time.monotonic() + self._settings.queue_timeout
         while (seen := await self._read()) != (running, waiting):
-            for task in queued:
-                if task.done():
-                    task.result()
-                    text = "a request that should have waited was answered: the long one ended before it could hold"
-                    raise _UndecidedError(text, "test a copy with a longer --max-model-len")
-            if time.monotonic() > deadline:
-                if sum(seen) > running + waiting:
-                    raise self._someone_else(*seen)
-                text = f"the queue never showed that {step}: {seen[0]} running, {seen[1]} waiting"
-                raise _UndecidedError(
-                    text, "ask the engine itself; behind a load balancer the gauges are another engine's"
-                )
+            self._check(held, deadline, seen, running + waiting, step)
             await asyncio.sleep(self._settings.poll)
+
+    def _check(self, held: "list[_Held]", deadline: float, seen: tuple[int, int], total: int, step: str) -> None:
+        """_UndecidedError where waiting on is of no use: a request ended, or it took too long."""
+        for request in held:
+            request.check()
+        if time.monotonic() > deadline:
+            if sum(seen) > total:
+                raise self._someone_else(*seen)
+            text = f"the gauges never showed that {step}: {seen[0]} running, {seen[1]} waiting"
+            raise _UndecidedError(text, "ask the engine itself: behind a load balancer the gauges may be another's")
 
     async def _read(self) -> tuple[int, int]:
         """(running, waiting) from /metrics."""
@@ -729,44 +724,47 @@ class _Queue:
 
     # -- the requests
 
-    def _generate(self, max_tokens: int, **more: Any) -> dict[str, Any]:
-        params = {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
-        return {
+    def _send(self, held: "list[_Held]", more: dict[str, Any], headers: dict[str, str]) -> "_Held":
+        """Send a request as long as the context allows, and keep it."""
+        longest = self._server.max_model_len or 2048
+        params = {"max_tokens": max(longest - len(self._tokens), 1), "ignore_eos": True, "temperature": 0}
+        body = {
             "model": self._server.model, "token_ids": self._tokens, "stream": True, "sampling_params": params, **more
         }  # fmt: skip
+        held.append(_Held(self._server, body, headers))
+        return held[-1]
 
-    async def _send_long(self, holder: AsyncExitStack) -> None:
-        """A request as long as the context allows; closing `holder` aborts it."""
-        longest = self._server.max_model_len or 2048
-        room = max(longest - len(self._tokens), 1)
-        request = self._server.client.stream(
-            "POST", GENERATE_ROUTE, json=self._generate(room), timeout=self._patient
-        )  # fmt: skip
-        answer = await holder.enter_async_context(request)
-        if answer.status_code != 200:
-            await answer.aread()
-            raise _UndecidedError(f"{answer.status_code} on {GENERATE_ROUTE}: {_error_text(answer)}", "look at its log")
 
-    @property
-    def _patient(self) -> httpx.Timeout:
-        """A stream is silent while it waits in the queue."""
-        return httpx.Timeout(self._settings.timeout, read=2 * self._settings.queue_timeout)
+class _Held:
+    """A long request in flight: holds a slot, or a place in the queue, until it is aborted."""
 
-    async def _short(self, name: str, more: dict[str, Any], headers: dict[str, str], out: list[str]) -> str | None:
-        """One short request; notes in `out` when its first token comes. Gives what a sidecar reports."""
-        content = self._generate(_SHORT, **more)
-        request = self._server.client.stream(
-            "POST", GENERATE_ROUTE, json=content, headers=headers, timeout=self._patient
-        )  # fmt: skip
+    def __init__(self, server: _Server, body: dict[str, Any], headers: dict[str, str]) -> None:
+        self.started = False
+        self.report: str | None = None
+        # A stream is silent while it waits in the queue.
+        patient = httpx.Timeout(server.settings.timeout, read=3 * server.settings.queue_timeout)
+        request = server.client.stream("POST", GENERATE_ROUTE, json=body, headers=headers, timeout=patient)
+        self._task = asyncio.create_task(self._read(request, server.settings.report_header))
+
+    async def _read(self, request: AbstractAsyncContextManager[httpx.Response], report_header: str) -> None:
         async with request as answer:
+            self.report = answer.headers.get(report_header)
             if answer.status_code != 200:
                 await answer.aread()
-                raise _UndecidedError(f"{answer.status_code} to {name}: {_error_text(answer)}", "look at its log")
+                raise _UndecidedError(f"{answer.status_code}: {_error_text(answer)}", "look at the server's log")
             async for _ in answer.aiter_raw():
-                if name not in out:
-                    out.append(name)
-            report: str | None = answer.headers.get(self._settings.report_header)
-            return report
+                self.started = True
+
+    def check(self) -> None:
+        """Raises why it ended, if it did."""
+        if self._task.done():
+            self._task.result()
+            raise _UndecidedError("a long request ended before the order could be seen", _WITH_ONE_SLOT)
+
+    async def abort(self) -> None:
+        """Close the connection: vLLM aborts the request then."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
 
 
 # ---- reading answers
