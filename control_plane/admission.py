@@ -93,7 +93,7 @@ class InjectorSettings:
     numeric_services: what to do where a Service is known to target vLLM's port by number.
     uninjectable: what becomes of a pod that asked for a sidecar and cannot have one.
     uid: the sidecar's user; None leaves it to the cluster (OpenShift), and then there is no redirect.
-    listen_host: "::" on clusters that have IPv6 only.
+    listen_host: "::" for IPv6 as well, on nodes that have it.
     drain_seconds: how long vLLM goes on serving after its pod began to stop, while endpoints are still passed round.
     """
 

@@ -132,6 +132,8 @@ def _sidecar(plan: Plan) -> dict[str, Any]:
             "$(POD_NAMESPACE)/$(POD_NAME)",
             "--concurrency",
             str(plan.concurrency),
+            "--log-level",
+            "warning",
             # Its shared memory and socket would be those of any other Envoy in the pod, such as Istio's.
             "--disable-hot-restart",
         ],

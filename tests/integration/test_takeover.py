@@ -1,0 +1,150 @@
+"""Takeover: a Service's endpoints as Kubernetes resolves them, and the pod that comes out, run for real."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from control_plane.admission import InjectorSettings, mutate
+from control_plane.policy import Policies
+from control_plane.render import Address
+
+from .pod_namespace import PodNamespace, expanded, require_namespaces
+
+Pod = Any
+
+POD = {
+    "apiVersion": "v1",
+    "kind": "Pod",
+    "metadata": {"name": "m-1", "labels": {"app": "engine"}},
+    "spec": {
+        "containers": [
+            {"name": "exporter", "image": "x/exporter", "ports": [{"name": "metrics", "containerPort": 9400}]},
+            {
+                "name": "vllm",
+                "image": "vllm/vllm-openai:v0.33.0",
+                "command": ["vllm", "serve", "tiny"],
+                "ports": [{"name": "http", "containerPort": 8000}],
+                "readinessProbe": {"httpGet": {"path": "/health", "port": "http"}},
+                "livenessProbe": {"tcpSocket": {"port": "http"}},
+                "startupProbe": {"httpGet": {"path": "/health", "port": 8000}},
+                "lifecycle": {"postStart": {"httpGet": {"path": "/warm", "port": "http"}}},
+            },
+        ]
+    },
+}
+
+
+def find_port(pod: Pod, target: Any, protocol: str = "TCP", version: tuple[int, int] = (1, 35)) -> int | None:
+    """The port of a pod's endpoint, as pkg/api/v1/pod.FindPort of Kubernetes works it out; None: no endpoint.
+
+    A number is taken as it is. A name is looked up in the containers in their order, by name and protocol, then (from
+    1.33 on: kubernetes#128850) in the init containers that are restarted always.
+    """
+    if isinstance(target, int):
+        return target
+    searched = list(pod["spec"]["containers"])
+    if version >= (1, 33):
+        searched += [c for c in pod["spec"].get("initContainers", ()) if c.get("restartPolicy") == "Always"]
+    for container in searched:
+        for port in container.get("ports", ()):
+            if port.get("name") == target and port.get("protocol", "TCP") == protocol:
+                return int(port["containerPort"])
+    return None
+
+
+def probe_port(container: Any, handler: Any) -> int | None:
+    """The port of a probe or hook, as the kubelet's ResolveContainerPort has it: by the names of this container."""
+    port = (handler.get("httpGet") or handler.get("tcpSocket"))["port"]
+    if isinstance(port, int):
+        return port
+    return next((p["containerPort"] for p in container.get("ports", ()) if p.get("name") == port), None)
+
+
+def injected(version: str, mode: str = "takeover") -> Pod:
+    """The pod with its sidecar, as on a cluster of this version."""
+    pod = {**POD, "metadata": {**POD["metadata"], "annotations": {"vllm-priority.io/mode": mode}}}  # type: ignore[dict-item]
+    return mutate(pod, "ml", Policies(), InjectorSettings(kubernetes_version=version, concurrency=1)).pod
+
+
+def container(pod: Pod, name: str) -> Any:
+    return next(c for c in (*pod["spec"]["containers"], *pod["spec"].get("initContainers", ())) if c["name"] == name)
+
+
+@pytest.mark.parametrize("version", ["1.27", "1.29", "1.32", "1.33", "1.35"])
+def test_a_service_by_name_reaches_the_sidecar_on_every_version(version):
+    numbers = tuple(int(part) for part in version.split("."))
+    assert find_port(POD, "http", version=numbers) == 8000
+    pod = injected(version)
+    assert find_port(pod, "http", version=numbers) == 18001
+    assert find_port(pod, "metrics", version=numbers) == 9400
+
+
+def test_the_resolver_knows_what_older_clusters_do_not():
+    """So that the row above can fail: a native sidecar's name is found by nobody before 1.33."""
+    pod = injected("1.33")
+    assert find_port(pod, "http", version=(1, 32)) is None
+    assert find_port(pod, "http", version=(1, 33)) == 18001
+
+
+def test_a_service_by_number_passes_it_by_which_is_why_the_answer_warns():
+    pod = {**POD, "metadata": {"labels": {"app": "engine"}}}
+    mutation = mutate(pod, "ml", Policies(), InjectorSettings(kubernetes_version="1.35"))
+    assert find_port(mutation.pod, 8000) == 8000
+    assert any("8000 passes it by" in warning for warning in mutation.warnings)
+
+
+@pytest.mark.parametrize("version", ["1.32", "1.35"])
+def test_probes_and_hooks_go_on_asking_vllm_itself(version):
+    app = container(injected(version), "vllm")
+    for handler in (app["readinessProbe"], app["livenessProbe"], app["startupProbe"], app["lifecycle"]["postStart"]):
+        assert probe_port(app, handler) == 8000
+
+
+@pytest.mark.parametrize("version", ["1.32", "1.35"])
+def test_the_sidecars_own_probes_find_its_health_listener(version):
+    sidecar = container(injected(version), "vllm-priority")
+    assert probe_port(sidecar, sidecar["readinessProbe"]) == probe_port(sidecar, sidecar["livenessProbe"]) == 19002
+
+
+@pytest.mark.parametrize("mode", ["takeover", "redirect", "port"])
+@pytest.mark.parametrize("version", ["1.32", "1.35"])
+def test_kubernetes_takes_the_pod(version, mode):
+    kubernetes_validate.validate(injected(version, mode), "1.35", strict=True)
+
+
+@pytest.mark.parametrize("control_plane", [None, Address("vllm-priority.infra.svc", 8080)])
+def test_envoy_takes_the_arguments(envoy: Path, control_plane: Address | None):
+    chosen = InjectorSettings(control_plane=control_plane)
+    sidecar = container(mutate(POD, "ml", Policies(), chosen).pod, "vllm-priority")
+    args = expanded(sidecar["args"], {"POD_NAME": "m-1", "POD_NAMESPACE": "ml"})
+    done = subprocess.run([envoy, "--mode", "validate", *args], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_traffic_by_the_services_name_is_moved_and_readiness_follows_vllm(envoy):
+    """Needs root and iproute2: the pod is run in a network namespace, with the ports and users it will have."""
+    require_namespaces("unshare")
+    pod = injected("1.35")
+    with PodNamespace(pod, envoy) as namespace:
+        namespace.run_sidecar()
+        assert namespace.readiness() == 503, "vLLM does not listen yet"
+        namespace.run_app(8000)
+        namespace.until_ready()
+        port = find_port(pod, "http")
+        assert port is not None
+        status, text, _ = namespace.ask(
+            "POST",
+            "/inference/v1/generate",
+            port=port,
+            body='{"token_ids":[1]}',
+            headers={"content-type": "application/json", "x-vllm-priority": "-7"},
+        )
+        assert status == 200
+        assert json.loads(json.loads(text)["body"]) == {"token_ids": [1], "priority": -7}
+        app = container(pod, "vllm")
+        probed = json.loads(namespace.ask("GET", "/health", port=probe_port(app, app["readinessProbe"]) or 0)[1])
+        assert not probed["peer"].endswith("127.0.0.1"), "the probe went through the sidecar"
