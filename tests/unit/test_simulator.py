@@ -3,11 +3,11 @@
 The end-to-end tests hold it against real vLLM; these keep its own promises without one.
 """
 
+import asyncio
 import json
 import re
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -17,6 +17,7 @@ from control_plane.simulator import (
     GENERATE_ROUTE,
     PRIORITY_HEADER,
     SimulatorSettings,
+    Slots,
     header_priority,
     run,
 )
@@ -221,25 +222,27 @@ def wait_for(url: str, running: int, waiting: int) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize(
-    ("scheduling", "expected"), [("priority", ["C", "D", "B"]), ("fcfs", ["B", "C", "D"])]
-)  # fmt: skip
-def test_the_queue_is_ordered_by_priority_then_arrival(scheduling: Any, expected: list[str]) -> None:
-    """A holds the one slot; B (0), C (-10) and D (-10) queue behind it, each once the gauge shows the one before."""
-    done: list[str] = []
+@pytest.mark.parametrize(("by_priority", "expected"), [(True, ["C", "D", "B"]), (False, ["B", "C", "D"])])
+def test_the_queue_is_ordered_by_priority_then_arrival(by_priority: bool, expected: list[str]) -> None:
+    """A holds the one slot, and is not evicted, while B (0), C (-10) and D (-10) queue up behind it."""
+    order: list[str] = []
 
-    def ask(url: str, name: str, priority: int) -> None:
-        httpx.post(url + GENERATE_ROUTE, json=generate(priority=priority), timeout=30)
-        done.append(name)
+    async def take(slots: Slots, name: str, priority: int) -> None:
+        async with slots.slot(priority):
+            order.append(name)
+            await asyncio.sleep(0)
+            assert slots.running == 1
 
-    with run(SimulatorSettings(scheduling=scheduling)) as url, ThreadPoolExecutor() as threads:
-        with httpx.stream("POST", url + GENERATE_ROUTE, json=generate(4000, stream=True)):
-            wait_for(url, 1, 0)
+    async def queue_up() -> None:
+        slots = Slots(1, by_priority)
+        async with asyncio.TaskGroup() as queue, slots.slot(100):
             for waiting, (name, priority) in enumerate((("B", 0), ("C", -10), ("D", -10)), 1):
-                threads.submit(ask, url, name, priority)
-                wait_for(url, 1, waiting)
-        threads.shutdown()
-    assert done == expected
+                queue.create_task(take(slots, name, priority))
+                await asyncio.sleep(0)
+                assert (slots.running, slots.waiting) == (1, waiting)
+
+    asyncio.run(queue_up())
+    assert order == expected
 
 
 def test_a_client_that_leaves_gives_its_slot_and_its_place_back() -> None:
