@@ -19,6 +19,7 @@ from control_plane.policy import ROLES, Policies, Policy, Role, load_policies
 from control_plane.render import (
     TARGETS,
     Address,
+    Attachment,
     Placement,
     bootstrap,
     render,
@@ -45,8 +46,10 @@ def _policy(path: str | None, name: str | None) -> Policy:
     return chosen
 
 
-def _placement(role: Role, upstream: str | None, listen: str | None, admin: str | None) -> Placement:
-    default = Placement.default(role)
+def _placement(
+    role: Role, upstream: str | None, listen: str | None, admin: str | None, target: str = "bootstrap"
+) -> Placement:
+    default = Placement.default(role, target)
     return replace(
         default,
         listen=Address.parse(listen, "--listen") if listen else default.listen,
@@ -107,18 +110,25 @@ def validate(path: str, as_json: bool) -> None:
 @cli.command(
     epilog=_example(
         "vllm-priority config --role render --target bootstrap -o render.yaml\n"
-        "vllm-priority config --role engine --target istio --policy policy.yaml | kubectl apply -f -"
+        "vllm-priority config --role engine --target istio --selector app=vllm-engine | kubectl apply -f -\n"
+        "vllm-priority config --role render --target envoy-gateway --upstream vllm-render:8000 --gateway infra/eg"
     )
 )
 @_role
 @click.option("--target", type=click.Choice(list(TARGETS)), required=True, help="What will read it.")
 @_policy_file
 @_policy_name
-@click.option("--upstream", metavar="HOST:PORT", help="The vLLM server. Default: as the role has it.")
+@click.option("--upstream", metavar="HOST:PORT", help="The vLLM server, or its Service. Default: as the role has it.")
 @_listen
 @_admin
 @_control_plane
 @click.option("--access-log", metavar="FILE", default="/dev/stdout", show_default=True, help="Envoy's access log.")
+@click.option("--namespace", metavar="NAME", help="istio, envoy-gateway: of the objects. Default: kubectl's.")
+@click.option(
+    "--selector", multiple=True, metavar="KEY=VALUE",
+    help="istio: a label of the pods; may be given several times. Default: vllm-priority.io/role=ROLE.",
+)  # fmt: skip
+@click.option("--gateway", metavar="[NAMESPACE/]NAME", help="envoy-gateway: the Gateway. Default: eg.")
 @click.option("--check", is_flag=True, help="Have Envoy check a bootstrap before it is written.")
 @click.option("--envoy", metavar="FILE", help="Envoy for --check. Default: $ENVOY, the PATH, the PyPI wheel.")
 @click.option("-o", "--output", metavar="FILE", help="Where to write. Default: standard output.")
@@ -132,16 +142,20 @@ def config(
     admin: str | None,
     control_plane: str | None,
     access_log: str,
+    namespace: str | None,
+    selector: tuple[str, ...],
+    gateway: str | None,
     check: bool,
     envoy: str | None,
     output: str | None,
 ) -> None:
     """Write the configuration for Envoy, Istio or Envoy Gateway."""
     placement = replace(
-        _placement(role, upstream, listen, admin),
+        _placement(role, upstream, listen, admin, target),
         access_log=access_log,
         control_plane=Address.parse(control_plane, "--control-plane") if control_plane else None,
         policy_name=policy_name,
+        attachment=Attachment.parse(namespace, selector, gateway),
     )
     documents = render(target, _policy(policy, policy_name), placement)
     if check:

@@ -4,11 +4,13 @@ Values are worked out here; the templates in envoy/ only place them.
 """
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from ipaddress import ip_address
 from typing import Any, Self
+from urllib.parse import quote
 
 import jinja2
 import yaml
@@ -16,7 +18,7 @@ import yaml
 from control_plane.errors import BadInput
 from control_plane.lua_bundle import Setting, bundle
 from control_plane.package_data import folder
-from control_plane.policy import RESPONSE_ROUTES, Policy, Role
+from control_plane.policy import RESPONSE_ROUTES, ROLES, Policy, Role, Routes
 
 Resource = dict[str, Any]
 """One Envoy or Kubernetes object, ready for yaml.dump or json.dumps."""
@@ -58,7 +60,47 @@ class Address:
 
 DEFAULT_LISTEN: Mapping[Role, Address] = {"render": Address("0.0.0.0", 18000), "engine": Address("0.0.0.0", 18001)}
 DEFAULT_UPSTREAM: Mapping[Role, Address] = {"render": Address("127.0.0.1", 8000), "engine": Address("127.0.0.1", 8001)}
+DEFAULT_SERVICE: Mapping[Role, Address] = {
+    "render": Address("vllm-render", 8000),
+    "engine": Address("vllm-engine", 8000),
+}
 DEFAULT_ADMIN: Mapping[Role, Address] = {"render": Address("127.0.0.1", 19000), "engine": Address("127.0.0.1", 19001)}
+
+
+# Names and label values as Kubernetes has them (RFC 1123, and apimachinery's validation of labels).
+_NAME = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+_LABEL = rf"(({_NAME}\.)*{_NAME}/)?[A-Za-z0-9]([A-Za-z0-9._-]{{0,61}}[A-Za-z0-9])?"
+_LABEL_VALUE = r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?"
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """Which proxy that is not ours takes the filter: for the targets istio and envoy-gateway.
+
+    `namespace`: of the objects; None leaves it to kubectl. `selector`: labels of the pods whose Istio sidecars are
+    meant; empty is `vllm-priority.io/role: ROLE`. `gateway`: NAME or NAMESPACE/NAME of the Gateway.
+    """
+
+    namespace: str | None = None
+    selector: Mapping[str, str] = field(default_factory=dict)
+    gateway: str = "eg"
+
+    @classmethod
+    def parse(cls, namespace: str | None, selector: Sequence[str], gateway: str | None) -> Self:
+        """From the command's texts; `selector` holds KEY=VALUE. BadInput names what was wrong."""
+        labels: dict[str, str] = {}
+        for text in selector:
+            key, equals, value = text.partition("=")
+            if not equals or not re.fullmatch(_LABEL, key) or not re.fullmatch(_LABEL_VALUE, value):
+                raise BadInput(f"--selector: {text!r} is no label; allowed: KEY=VALUE, such as app=vllm-render")
+            if labels.setdefault(key, value) != value:
+                raise BadInput(f"--selector: {key!r} is given twice; allowed: one value for each label")
+        if namespace is not None and not re.fullmatch(_NAME, namespace):
+            raise BadInput(f"--namespace: {namespace!r} is no namespace; allowed: lower-case letters, digits and -")
+        gateway = cls.gateway if gateway is None else gateway
+        if not re.fullmatch(rf"({_NAME}/)?({_NAME}\.)*{_NAME}", gateway):
+            raise BadInput(f"--gateway: {gateway!r} is no Gateway; allowed: NAME or NAMESPACE/NAME")
+        return cls(namespace, labels, gateway)
 
 
 @dataclass(frozen=True)
@@ -76,11 +118,13 @@ class Placement:
     policy_name: str | None = None
     access_log: str = "/dev/stdout"
     refresh_seconds: float = 5.0
+    attachment: Attachment = Attachment()
 
     @classmethod
-    def default(cls, role: Role) -> Self:
-        """The placement the commands use where nothing is named."""
-        return cls(role, DEFAULT_LISTEN[role], DEFAULT_UPSTREAM[role], DEFAULT_ADMIN[role])
+    def default(cls, role: Role, target: str = "bootstrap") -> Self:
+        """The placement the commands use where nothing is named. A gateway reaches vLLM through a Service."""
+        upstream = DEFAULT_SERVICE if target == "envoy-gateway" else DEFAULT_UPSTREAM
+        return cls(role, DEFAULT_LISTEN[role], upstream[role], DEFAULT_ADMIN[role])
 
 
 def filter_settings(policy: Policy, role: Role, count_by_cluster: bool) -> dict[str, Setting]:
@@ -198,9 +242,48 @@ def xds(policy: Policy, placement: Placement) -> list[Resource]:
     ]
 
 
+def istio(policy: Policy, placement: Placement) -> list[Resource]:
+    """An EnvoyFilter for the Istio sidecars of the selected pods: the filter, right before their router.
+
+    No clusters are added to a mesh to count by, so an Envoy before 1.38 has no counters there.
+    """
+    return [
+        _place(
+            "istio",
+            metadata=_object_metadata(placement),
+            selector=dict(placement.attachment.selector or {ROLE_LABEL: placement.role}),
+            filter_name=FILTER_NAME,
+            typed_config=filter_config(policy, placement.role, count_by_cluster=False),
+        )
+    ]
+
+
+def envoy_gateway(policy: Policy, placement: Placement) -> list[Resource]:
+    """An HTTPRoute for the edited paths, and the EnvoyExtensionPolicy that runs the script on it.
+
+    The upstream is a Service: NAME, NAME.NAMESPACE, or its whole DNS name. BadInput where it is none, and where
+    the policy leaves the role no path.
+    """
+    namespace, _, gateway = placement.attachment.gateway.rpartition("/")
+    placed = _place(
+        "envoy_gateway",
+        metadata=_object_metadata(placement),
+        gateway={"name": gateway} | ({"namespace": namespace} if namespace else {}),
+        service=_service(placement.upstream),
+        matches_by_rule=[
+            [{"path": {"type": "Exact", "value": path}, "method": "POST"} for path in paths]
+            for paths in _gateway_paths(policy, placement.role)
+        ],
+        script=bundle(filter_settings(policy, placement.role, count_by_cluster=False)),
+    )
+    return [placed["route"], placed["extension_policy"]]
+
+
 TARGETS: Mapping[str, Callable[[Policy, Placement], list[Resource]]] = {
     "bootstrap": lambda policy, placement: [bootstrap(policy, placement)],
     "xds": xds,
+    "istio": istio,
+    "envoy-gateway": envoy_gateway,
 }
 """Target name -> function of (policy, placement) that gives the documents to write."""
 
@@ -210,6 +293,48 @@ def render(target: str, policy: Policy, placement: Placement) -> list[Resource]:
     if target not in TARGETS:
         raise BadInput(f"target: {target!r} is unknown; allowed: {', '.join(TARGETS)}")
     return TARGETS[target](policy, placement)
+
+
+ROLE_LABEL = "vllm-priority.io/role"
+"""The label that an EnvoyFilter selects pods by where none is named."""
+
+# Gateway API before 1.1 allows 8 matches a rule; every version allows 16 rules.
+_MATCHES_PER_RULE, _MAX_RULES = 8, 16
+
+
+def _object_metadata(placement: Placement) -> Resource:
+    """Named by role and policy, so that applying again replaces, and two policies do not meet."""
+    name = "-".join(filter(None, ("vllm-priority", placement.role, placement.policy_name)))
+    namespace = placement.attachment.namespace
+    return {
+        "name": name,
+        **({"namespace": namespace} if namespace else {}),
+        "labels": {"app.kubernetes.io/name": "vllm-priority", ROLE_LABEL: placement.role},
+    }
+
+
+def _gateway_paths(policy: Policy, role: Role) -> list[list[str]]:
+    """The paths that a gateway sends to this role, in rules. Each path has one backend there.
+
+    So the render servers' paths are not the engines' too, and `extra` ones, on both roles, are the engines'.
+    """
+    to_render = Routes(render=policy.routes.render).for_role("render")
+    paths = [path for path in policy.routes.for_role(role) if (path in to_render) == (role == "render")]
+    if not 0 < len(paths) <= _MATCHES_PER_RULE * _MAX_RULES:
+        most = _MATCHES_PER_RULE * _MAX_RULES
+        raise BadInput(f"routes.{role}: {len(paths)} paths for a gateway's {role} route; allowed: 1 to {most}")
+    # What a URL has no letter for comes percent-encoded, and Gateway API takes a path only so.
+    encoded = [quote(path, safe="/-._~!$&'()*+,;=:@") for path in paths]
+    return [encoded[start : start + _MATCHES_PER_RULE] for start in range(0, len(encoded), _MATCHES_PER_RULE)]
+
+
+def _service(upstream: Address) -> Resource:
+    """A backendRef of Gateway API."""
+    found = re.fullmatch(rf"({_NAME})(?:\.({_NAME})(?:\.svc(?:\..+)?)?)?", upstream.host)
+    if upstream.is_ip or found is None:
+        raise BadInput(f"--upstream: {upstream} is no Service; allowed: NAME:PORT or NAME.NAMESPACE:PORT")
+    name, namespace = found[1], found[3]
+    return {"name": name} | ({"namespace": namespace} if namespace else {}) | {"port": upstream.port}
 
 
 class _Dumper(yaml.SafeDumper):
@@ -262,7 +387,9 @@ def _discovery_type(address: Address) -> str:
 
 
 def _socket_address(address: Address) -> Resource:
-    return {"socket_address": {"address": address.host, "port_value": address.port}}
+    # "::" takes IPv4 too, as elsewhere: Envoy would take IPv6 alone.
+    both = {"ipv4_compat": True} if address.host == "::" else {}
+    return {"socket_address": {"address": address.host, "port_value": address.port, **both}}
 
 
 def _place(template: str, **values: Any) -> Resource:

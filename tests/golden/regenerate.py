@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from tests.golden import chart, dashboard, examples
+from tests.golden import chart, dashboard, examples, targets
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -56,6 +56,7 @@ def golden_files() -> list[Golden]:
         Golden("deploy/chart/files/dashboard.json", dashboard.dashboard),
         Golden("deploy/examples/scale-out/written-out.yaml", examples.written_out),
         *(Golden(path, produce) for path, produce in chart.golden_files().items()),
+        *(Golden(path, produce) for path, produce in targets.golden_files().items()),
     ]
 
 

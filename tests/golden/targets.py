@@ -1,0 +1,81 @@
+"""Policy in, each render target out: by role, for the built-in policy and for one that says much.
+
+The script is the same in all of them and long, so in tests/golden its settings stand for the whole of it.
+deploy/istio and deploy/envoy-gateway hold the whole: they are there to be applied.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from control_plane.policy import ROLES, Role, load_policies
+from control_plane.render import TARGETS, Address, Attachment, Placement, render, to_yaml
+
+_FOLDER = "tests/golden/targets"
+_ROOT = Path(__file__).resolve().parent.parent.parent
+
+INPUTS = (f"{_FOLDER}/default/policy.yaml", f"{_FOLDER}/rich/policy.yaml")
+"""The policies, as paths from the root of the repository."""
+
+_VARIANTS: tuple[tuple[str, str | None], ...] = (("default", None), ("rich", None), ("rich", "night"))
+
+
+def golden_files() -> Mapping[str, Callable[[], str]]:
+    """Path -> its whole text."""
+    files: dict[str, Callable[[], str]] = {}
+    for folder, name in _VARIANTS:
+        for role in ROLES:
+            for target in TARGETS:
+                file = "-".join(filter(None, (name, role, target)))
+                files[f"{_FOLDER}/{folder}/{file}.yaml"] = partial(_shortened, target, folder, role, name)
+    for target in ("istio", "envoy-gateway"):
+        for role in ROLES:
+            files[f"deploy/{target}/{role}.yaml"] = partial(_to_apply, target, role)
+    return files
+
+
+def _placement(folder: str, role: Role, target: str, name: str | None) -> Placement:
+    default = Placement.default(role, target)
+    if folder == "default":
+        return default
+    return Placement(
+        role,
+        Address("::", 18000),
+        Address(f"vllm-{role}.serving", 8000),
+        default.admin,
+        health=Address("0.0.0.0", 19002),
+        control_plane=Address("vllm-priority.priority-system", 8080),
+        node_id=f"{role}-0",
+        labels={"app": f"vllm-{role}", "shift": "night"},
+        policy_name=name,
+        access_log="/dev/stderr",
+        attachment=Attachment("serving", {"app": f"vllm-{role}"}, "infra/inference"),
+    )
+
+
+def _shortened(target: str, folder: str, role: Role, name: str | None) -> str:
+    policy = load_policies(_ROOT / _FOLDER / folder / "policy.yaml").choose({}, name)
+    assert policy is not None, name
+    return to_yaml(_settings_only(render(target, policy, _placement(folder, role, target, name))))
+
+
+def _settings_only(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _settings_only(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_settings_only(value) for value in node]
+    if isinstance(node, str) and (script := re.match(r"local settings = .*\n", node)):
+        return script[0] + "-- and lua/*.lua\n"
+    return node
+
+
+def _to_apply(target: str, role: Role) -> str:
+    policy = load_policies(_ROOT / INPUTS[0]).default
+    return (
+        f"# The built-in policy. For one of your own:\n"
+        f"#   vllm-priority config --role {role} --target {target} --policy policy.yaml\n"
+        f"# docs/{target}.md says what to put where. Made by `make golden`: edits are lost.\n"
+        + to_yaml(render(target, policy, Placement.default(role, target)))
+    )
