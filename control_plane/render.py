@@ -60,10 +60,7 @@ class Address:
 
 DEFAULT_LISTEN: Mapping[Role, Address] = {"render": Address("0.0.0.0", 18000), "engine": Address("0.0.0.0", 18001)}
 DEFAULT_UPSTREAM: Mapping[Role, Address] = {"render": Address("127.0.0.1", 8000), "engine": Address("127.0.0.1", 8001)}
-DEFAULT_SERVICE: Mapping[Role, Address] = {
-    "render": Address("vllm-render", 8000),
-    "engine": Address("vllm-engine", 8000),
-}
+DEFAULT_SERVICE: Mapping[Role, Address] = {role: Address(f"vllm-{role}", 8000) for role in ROLES}
 DEFAULT_ADMIN: Mapping[Role, Address] = {"render": Address("127.0.0.1", 19000), "engine": Address("127.0.0.1", 19001)}
 
 
