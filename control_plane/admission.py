@@ -26,7 +26,17 @@ from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
 from control_plane.errors import BadInput
-from control_plane.pod import Container, Pod, Port, Review, Spec, ascii_line, read
+from control_plane.pod import (
+    Container,
+    Pod,
+    Port,
+    Review,
+    Spec,
+    ascii_line,
+    guaranteed,
+    parse_resources,
+    read,
+)
 from control_plane.pod_patch import (
     CONTAINER,
     INJECTED,
@@ -165,6 +175,15 @@ def review(
         if mutation.warnings:
             response["warnings"] = [ascii_line(warning) for warning in mutation.warnings]
     return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response}
+
+
+def namespace_of(body: object) -> str | None:
+    """The namespace whose Services would help `review` with this body; None where none would."""
+    try:
+        request = read(Review, body, "AdmissionReview").request
+    except BadInput:
+        return None
+    return request.namespace if request.operation == "CREATE" and request.kind.kind == "Pod" else None
 
 
 def _reviewed(
@@ -461,33 +480,13 @@ def _image(asked: Mapping[str, str], settings: InjectorSettings) -> str:
     return image
 
 
-_QUANTITY = re.compile(r"[0-9]+(\.[0-9]*)?([numkKMGTPE]i?|[eE][+-]?[0-9]+)?")
-
-
 def _resources(asked: Mapping[str, str], settings: InjectorSettings, spec: Spec) -> Mapping[str, Any]:
-    text = asked.get(RESOURCES)
-    if text is None:
-        return _guaranteed(settings.resources) if spec.is_guaranteed else settings.resources
-    allowed = 'allowed: such as {"requests": {"cpu": "100m"}, "limits": {"memory": "1Gi"}}'
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        raise _UninjectableError(f"annotation {RESOURCES}: not JSON; {allowed}") from None
-    groups = found.items() if isinstance(found, dict) else ()
-    fine = isinstance(found, dict) and all(
-        group in ("requests", "limits")
-        and isinstance(amounts, dict)
-        and all(isinstance(amount, str) and _QUANTITY.fullmatch(amount) for amount in amounts.values())
-        for group, amounts in groups
-    )
-    if not fine:
-        raise _UninjectableError(f"annotation {RESOURCES}: {text[:60]!r} is not allowed; {allowed}")
-    return dict(groups)
-
-
-def _guaranteed(resources: Mapping[str, Any]) -> Mapping[str, Any]:
-    amounts = {"cpu": "1", **resources.get("requests", {}), **resources.get("limits", {})}
-    return {"requests": amounts, "limits": amounts}
+    if RESOURCES in asked:
+        try:
+            return parse_resources(asked[RESOURCES], f"annotation {RESOURCES}")
+        except BadInput as error:
+            raise _UninjectableError(str(error)) from None
+    return guaranteed(settings.resources) if spec.is_guaranteed else settings.resources
 
 
 def _say_how_it_is_reached(

@@ -1,8 +1,9 @@
 """What the injector reads of an AdmissionReview and of a pod: typed, validated once, the rest left unread."""
 
+import json
 import re
 from collections.abc import Mapping
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
@@ -174,3 +175,31 @@ def read(model: type[ModelT], data: object, what: str) -> ModelT:
 def ascii_line(text: str) -> str:
     """One line of ASCII: such as an HTTP warning header can carry."""
     return "".join(c if " " <= c <= "~" else c.encode("ascii", "backslashreplace").decode() for c in text)[:1000]
+
+
+_QUANTITY = re.compile(r"[0-9]+(\.[0-9]*)?([numkKMGTPE]i?|[eE][+-]?[0-9]+)?")
+
+
+def parse_resources(text: str, what: str) -> Mapping[str, Any]:
+    """Kubernetes' ResourceRequirements from JSON; BadInput names `what` was wrong."""
+    allowed = 'allowed: such as {"requests": {"cpu": "100m"}, "limits": {"memory": "1Gi"}}'
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise BadInput(f"{what}: not JSON; {allowed}") from None
+    groups = found.items() if isinstance(found, dict) else ()
+    fine = isinstance(found, dict) and all(
+        group in ("requests", "limits")
+        and isinstance(amounts, dict)
+        and all(isinstance(amount, str) and _QUANTITY.fullmatch(amount) for amount in amounts.values())
+        for group, amounts in groups
+    )
+    if not fine:
+        raise BadInput(f"{what}: {text[:60]!r} is not allowed; {allowed}")
+    return dict(groups)
+
+
+def guaranteed(resources: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same with requests that are the limits, for both CPU and memory, as the QoS class Guaranteed wants."""
+    amounts = {"cpu": "1", **resources.get("requests", {}), **resources.get("limits", {})}
+    return {"requests": amounts, "limits": amounts}

@@ -22,6 +22,7 @@ from control_plane.admission import (
     InjectorSettings,
     Mutation,
     mutate,
+    namespace_of,
     review,
 )
 from control_plane.errors import BadInput
@@ -450,6 +451,14 @@ def test_a_numeric_service_can_be_answered_with_redirect():
 def test_a_host_port_is_said_to_pass_the_sidecar_by():
     port = {"name": "http", "containerPort": 8000, "hostPort": 8000}
     assert any("hostPort 8000 passes" in warning for warning in change(make_pod(vllm(ports=[port]))).warnings)
+
+
+@pytest.mark.parametrize(
+    ("body", "namespace"),
+    [(ask(make_pod()), "ml"), (ask(make_pod(), operation="UPDATE"), None), ({}, None), ([], None), (ask(None), "ml")],
+)
+def test_the_services_that_help_are_those_of_the_pods_namespace(body, namespace):
+    assert namespace_of(body) == namespace
 
 
 # ---- Redirect and port ---------------------------------------------------------------------------------------------
