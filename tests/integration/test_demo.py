@@ -1,0 +1,95 @@
+"""The doctor and the demo through real Envoys: the cure is seen, and so is what a policy does to a priority."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from control_plane.demo import run_demo
+from control_plane.doctor import GENERATE_ROUTE, DoctorSettings, Report, Row, examine
+from control_plane.policy import RENDER_ROUTES
+from control_plane.render import Address
+from control_plane.simulator import SimulatorSettings, run
+
+from .conftest import SidecarFactory
+
+CHAT = RENDER_ROUTES[0]
+
+
+@pytest.fixture(scope="module")
+def render_server() -> Iterator[Address]:
+    with run(SimulatorSettings(kind="render")) as url:
+        yield address_of(url)
+
+
+def address_of(url: str) -> Address:
+    return Address.parse(url.removeprefix("http://"), "url")
+
+
+def ask(**settings: Any) -> Report:
+    return asyncio.run(examine(DoctorSettings(**settings)))
+
+
+def row(report: Report, check: str) -> Row:
+    (found,) = [row for row in report.rows if row.check == check]
+    return found
+
+
+def test_the_demo_shows_the_fault_and_its_cure(envoy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(width=200)
+    with console.capture() as printed:
+        assert run_demo(str(envoy), console) == 0
+    text = printed.get()
+    assert "through the sidecar, not once" in text
+    assert "none 0; header 0; body -10; both 3" in text
+    progress = capsys.readouterr().err.splitlines()
+    assert [line for line in progress if "the fault" in line or "the cure" in line]
+    assert all(line.startswith("demo ") for line in progress)
+
+
+def test_through_sidecars_no_priority_is_lost(sidecar: SidecarFactory, render_server: Address) -> None:
+    with run(SimulatorSettings()) as engine:
+        render = sidecar("render", to=render_server, fresh=True)
+        front = sidecar("engine", to=address_of(engine), fresh=True)
+        found = ask(render=f"http://{render.address}", engine=f"http://{front.address}")
+    assert {row.verdict for row in found.rows} == {"ok"}, found.to_json()
+    assert found.exit_status == 0
+    assert row(found, "order, by the header").evidence["applied"] == "-10; source=header; outcome=inserted"
+    assert row(found, "/v1/messages/render").evidence["applied"] == "-10; source=header; outcome=response_edited"
+
+
+@pytest.mark.parametrize(
+    ("policy", "verdict", "said"),
+    [
+        ("range: {min: -5, max: 5, outside: clamp}", "ok", "header -5"),
+        ("engine: sglang", "ok", "header 10"),
+        ("default: 4", "ok", "none 4"),
+        ("range: {min: -5}", "warn", "header 400"),
+        ("report_header: null", "ok", "header -10"),
+        ("header: x-other", "lost", "header 0"),
+    ],
+)
+def test_a_policy_is_taken_into_account(
+    sidecar: SidecarFactory, render_server: Address, policy: str, verdict: str, said: str
+) -> None:
+    front = sidecar("render", policy, to=render_server, fresh=True)
+    found = row(ask(render=f"http://{front.address}"), CHAT)
+    assert (found.verdict, said in found.seen) == (verdict, True), found
+
+
+def test_fcfs_is_told_from_a_header_that_does_reach_the_body(sidecar: SidecarFactory) -> None:
+    with run(SimulatorSettings(scheduling="fcfs")) as engine:
+        front = sidecar("engine", to=address_of(engine), fresh=True)
+        found = ask(engine=f"http://{front.address}")
+    assert row(found, GENERATE_ROUTE).verdict == "ok"
+    assert row(found, "scheduling policy").verdict == "lost"
+
+
+def test_a_sidecar_in_front_of_a_dead_server_is_told_from_a_dead_sidecar(sidecar: SidecarFactory) -> None:
+    with run(SimulatorSettings(kind="render")) as url:
+        dead = address_of(url)
+    found = ask(render=f"http://{sidecar('render', to=dead, fresh=True).address}")
+    assert "vLLM behind it does not" in row(found, "reachable").next_step
