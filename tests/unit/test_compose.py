@@ -1,0 +1,88 @@
+"""deploy/compose: the compose file by docker compose itself, and the script with the simulator in vLLM's place."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from control_plane.admission import ENVOY_IMAGE
+from control_plane.policy import ROLES, Policy
+from control_plane.render import DEFAULT_LISTEN, DEFAULT_UPSTREAM, Placement, bootstrap
+from tests.fetch_tools import fetch
+
+FOLDER = Path(__file__).resolve().parent.parent.parent / "deploy" / "compose"
+
+
+@pytest.fixture(scope="module")
+def services() -> dict[str, Any]:
+    (compose,) = fetch(["docker-compose"])
+    environment = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
+    command = [compose, "-f", FOLDER / "compose.yaml", "config", "--format", "json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)["services"]
+    return found
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_sidecar_reads_what_make_envoy_config_writes(services: dict[str, Any], role: str) -> None:
+    sidecar = services[f"{role}-sidecar"]
+    assert sidecar["image"] == ENVOY_IMAGE
+    assert sidecar["command"][:2] == ["-c", f"/etc/envoy/{role}.yaml"]
+    (mount,) = sidecar["volumes"]
+    assert mount["target"] == "/etc/envoy"
+    assert Path(mount["source"]) == FOLDER.parent.parent / "build" / "envoy"
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_only_the_sidecars_port_is_published_and_the_server_is_where_it_looks(
+    services: dict[str, Any], role: str
+) -> None:
+    built = bootstrap(Policy(), Placement.default(role))  # type: ignore[arg-type]
+    listen = built["static_resources"]["listeners"][0]["address"]["socket_address"]["port_value"]
+    assert listen == DEFAULT_LISTEN[role].port  # type: ignore[index]
+    assert [(p["host_ip"], p["target"]) for p in services[f"{role}-sidecar"]["ports"]] == [("127.0.0.1", listen)]
+    server = services[role]
+    assert "ports" not in server
+    assert server["network_mode"] == f"service:{role}-sidecar"
+    assert f"--port={DEFAULT_UPSTREAM[role].port}" in server["command"]  # type: ignore[index]
+
+
+def test_the_engine_orders_by_priority_and_serves_the_scale_out_routes(services: dict[str, Any]) -> None:
+    assert {"--enable-scale-out", "--scheduling-policy=priority"} <= set(services["engine"]["command"])
+
+
+def test_settings_come_from_the_environment() -> None:
+    (compose,) = fetch(["docker-compose"])
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "HOME": "/nonexistent",
+        "MODEL": "m/x",
+        "BIND": "0.0.0.0",
+        "VLLM_VERSION": "v1",
+    }
+    command = [compose, "-f", FOLDER / "compose.yaml", "config"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=True)
+    found = yaml.safe_load(done.stdout)["services"]
+    assert found["engine"]["command"][0] == found["render"]["command"][0] == "m/x"
+    assert found["render-sidecar"]["ports"][0]["host_ip"] == "0.0.0.0"
+    assert found["engine"]["image"].endswith(":v1")
+
+
+def test_the_unit_and_the_script_name_options_that_the_command_has() -> None:
+    from control_plane.cli import cli
+
+    known = {name for parameter in cli.commands["run"].params for name in parameter.opts}
+    for file in ("vllm-priority@.service", "run-pair.sh"):
+        lines = [line for line in (FOLDER / file).read_text().splitlines() if "vllm-priority run --" in line]
+        assert lines
+        for line in lines:
+            used = {word for word in line.split() if word.startswith("--")}
+            assert used <= known, file
+
+
+def test_a_plain_shell_reads_the_script() -> None:
+    subprocess.run(["sh", "-n", FOLDER / "run-pair.sh"], check=True)
