@@ -81,7 +81,7 @@ bench: setup ## Measure the filter beside its alternatives (under 15 minutes)
 	$(BIN)/python tests/bench/bench.py
 
 bench-control-plane: setup ## Measure the control plane
-	$(BIN)/python tests/bench/control_plane.py
+	$(BIN)/python tests/bench/serve.py
 
 test-cluster: setup $(TOOLS)/helm ## Run the story on the cluster that KUBECONFIG names
 	$(BIN)/python -m pytest tests/cluster
