@@ -29,6 +29,7 @@ from control_plane.errors import BadInput, PriorityError
 from control_plane.fleet import Fleet, Standing
 from control_plane.policy import ROLES, load_policies
 from control_plane.render import Address
+from control_plane.services import Services
 from control_plane.xds import TYPES, Asker, Askers, Question, Snapshot
 
 _log = logging.getLogger("vllm_priority.control_plane")
@@ -47,6 +48,8 @@ class ServeSettings:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     injector: InjectorSettings = field(default_factory=InjectorSettings)
+    read_services: bool = False
+    """Whether Kubernetes' API is asked for the Services of a pod's namespace (needs the right to list them)."""
     reload_seconds: float = 1.0
     """How often the policy file and the certificate are looked at."""
     body_seconds: float = 10.0
@@ -167,6 +170,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
     """The whole control plane as one ASGI app. PolicyError where the policy file is wrong."""
     policy = PolicyFile(settings.policy)
     certificate = _certificate(settings)
+    services = Services.in_cluster() if settings.read_services else None
     fleet = Fleet()
     metrics = _Metrics(policy, fleet, certificate)
 
@@ -177,6 +181,8 @@ def create_app(settings: ServeSettings) -> FastAPI:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+        if services:
+            await services.close()
 
     app = FastAPI(title="vllm-priority control plane", lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.policy, app.state.certificate, app.state.fleet = policy, certificate, fleet
@@ -203,7 +209,8 @@ def create_app(settings: ServeSettings) -> FastAPI:
         A broken edit must not take the replicas out of their Service: each serves the last good policy.
         """
         certificate_problem = certificate.problem if certificate else None
-        problems = [problem for problem in (policy.problem, certificate_problem) if problem]
+        services_problem = services.problem if services else None
+        problems = [problem for problem in (policy.problem, certificate_problem, services_problem) if problem]
         return _json(
             200,
             {
@@ -225,7 +232,9 @@ def create_app(settings: ServeSettings) -> FastAPI:
         body = await request.body()
         try:
             with metrics.inject_seconds.time():
-                answer = _encoded(review(_decoded(body), policy.snapshot.policies, settings.injector))
+                asked = _decoded(body)
+                known = await services.of(_namespace(asked)) if services else None
+                answer = _encoded(review(asked, policy.snapshot.policies, settings.injector, known))
         except BadInput as error:
             metrics.requests.labels("inject", "bad_request").inc()
             return _json(400, {"detail": str(error)})
@@ -299,6 +308,13 @@ def _decoded(body: bytes) -> object:
     except ValueError as error:  # also UnicodeDecodeError, and an integer of too many digits
         reason = " ".join(str(error).split())[:200]
         raise BadInput(f"admission review: not JSON: {reason}; allowed: an AdmissionReview in JSON") from None
+
+
+def _namespace(admission_review: object) -> str | None:
+    """The pod's namespace, before anything is known of the review but that it is JSON."""
+    request = admission_review.get("request") if isinstance(admission_review, dict) else None
+    namespace = request.get("namespace") if isinstance(request, dict) else None
+    return namespace if isinstance(namespace, str) else None
 
 
 def _version(snapshot: Snapshot, role: Any, name: str) -> str:

@@ -545,8 +545,9 @@ def table(results: Results) -> str:
         polls = ", ".join(str(count) for count in found["in_force_polls"])
         parts.append(
             f"{found['changes']} changes under load through Envoy, which polls every {found['refresh_seconds']:g} s "
-            f"and up to as much again: {found['requests']:,} requests, "
-            f"{found['failed_or_misrouted']} failed or misrouted, {found['new_upstream_connections']} connections opened anew. In force after {times}; polls: {polls}."
+            f"and up to as much again: {found['requests']:,} requests, {found['failed_or_misrouted']} failed or "
+            f"misrouted, {found['new_upstream_connections']} connections opened anew. In force after {times}; "
+            f"polls: {polls}."
         )
     if found := results.get("webhook"):
         parts.append(

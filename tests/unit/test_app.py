@@ -170,6 +170,33 @@ def test_inject_uses_the_policy_in_force(client: TestClient, policy_file: Path) 
     assert client.post("/inject", json=review(POD)).json()["response"]["patch"] != before
 
 
+def test_services_cannot_be_read_outside_a_cluster(policy_file: Path) -> None:
+    with pytest.raises(BadInput, match="allowed: inside a cluster only"):
+        create_app(ServeSettings(policy_file, read_services=True))
+
+
+def test_inject_knows_the_services_of_the_pods_namespace(policy_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Known:
+        """Stands in for the API's reader, which has tests of its own."""
+
+        problem = "services of ml: Kubernetes answers 403"
+
+        async def of(self, namespace: str | None) -> list[dict[str, Any]]:
+            assert namespace == "ml"
+            ports = [{"port": 80, "targetPort": 8000}]
+            return [{"metadata": {"name": "by-number"}, "spec": {"selector": {"app": "vllm"}, "ports": ports}}]
+
+        async def close(self) -> None:
+            pass
+
+    monkeypatch.setattr("control_plane.app.Services.in_cluster", Known)
+    pod = {**POD, "metadata": {**POD["metadata"], "labels": {**POD["metadata"]["labels"], "app": "vllm"}}}
+    with TestClient(create_app(ServeSettings(policy_file, read_services=True))) as client:
+        warnings = client.post("/inject", json=review(pod)).json()["response"]["warnings"]
+        assert any("by-number" in warning for warning in warnings), warnings
+        assert Known.problem in client.get("/readyz").json()["problems"]
+
+
 def test_a_changed_file_is_served(client: TestClient, policy_file: Path) -> None:
     old = client.post(ECDS, json=sidecar()).json()["version_info"]
     policy_file.write_text("default: 2\n")
