@@ -123,7 +123,7 @@ def conclusion(fault: Report, cure: Report) -> tuple[str, int]:
     if missed or cure.exit_status:
         return f"The sidecars do not cure it: {', '.join(missed) or cure.summary}", 1
     return (
-        f"Straight at vLLM the header was lost {len(lost)} times; through the sidecar, not once. Next, see your own "
+        f"Straight at vLLM the header was lost in {len(lost)} checks, through the sidecar in none. Next, see your own "
         "servers: vllm-priority doctor --render URL --engine URL; then put a sidecar in front of each: "
         "vllm-priority run --role render --upstream HOST:PORT --listen HOST:PORT"
     ), 0

@@ -70,6 +70,11 @@ class DoctorSettings:
         for flag, url in (("--render", self.render), ("--engine", self.engine)):
             if url is not None:
                 _check_url(flag, url)
+        for flag, name in (("--header", self.header), ("report header", self.report_header)):
+            if not re.fullmatch(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+", name):
+                raise BadInput(f"{flag}: {name!r} is no header name; allowed: such as X-Vllm-Priority")
+        if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):
+            raise BadInput("--api-key: it cannot be sent in a header; allowed: printable ASCII without blanks")
         if self.priority >= 0:
             raise BadInput(f"--priority: {self.priority} is not more urgent than 0; allowed: a negative integer")
         for flag, number in (("--timeout", self.timeout), ("--queue-timeout", self.queue_timeout)):
@@ -84,7 +89,8 @@ def _check_url(flag: str, url: str) -> None:
     try:
         parts = urlsplit(url)
         wrong = parts.scheme not in {"http", "https"} or not parts.hostname or parts.port == 0
-    except ValueError:
+        httpx.URL(url)
+    except (ValueError, httpx.InvalidURL):
         wrong = True
     if wrong or parts.query or parts.fragment or any(c.isspace() for c in url):
         raise BadInput(f"{flag}: {url!r} is no URL of a server; {allowed}")
@@ -712,7 +718,8 @@ class _Queue:
         answer = await self._server.client.get("/metrics")
         counts = {}
         for name in ("running", "waiting"):
-            values = re.findall(rf"^vllm:num_requests_{name}(?:{{[^}}]*}})? (\S+)$", answer.text, re.MULTILINE)
+            sample = rf"^vllm:num_requests_{name}(?:{{[^}}]*}})? ([0-9.]+(?:e[+-]?[0-9]+)?)$"
+            values = re.findall(sample, answer.text, re.MULTILINE)
             if not values:
                 seen = f"GET /metrics: {answer.status_code}, without vllm:num_requests_{name}"
                 raise _UndecidedError(seen, "name the engine itself with --engine, with its /metrics")
@@ -773,7 +780,7 @@ class _Held:
 def _json(answer: httpx.Response) -> Any:
     try:
         return answer.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 

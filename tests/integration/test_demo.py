@@ -43,7 +43,7 @@ def test_the_demo_shows_the_fault_and_its_cure(envoy: Path, capsys: pytest.Captu
     with console.capture() as printed:
         assert run_demo(str(envoy), console) == 0
     text = printed.get()
-    assert "through the sidecar, not once" in text
+    assert "through the sidecar in none" in text
     assert "none 0; header 0; body -10; both 3" in text
     progress = capsys.readouterr().err.splitlines()
     assert [line for line in progress if "the fault" in line or "the cure" in line]

@@ -194,15 +194,14 @@ def test_a_wrong_url_is_bad_input(url: str) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"engine": "http://h", "priority": 0},
-        {"engine": "http://h", "timeout": 0},
-        {"engine": "http://h", "max_fill": 0},
+        {"priority": 0}, {"timeout": 0}, {"queue_timeout": float("inf")}, {"max_fill": 0}, {"header": "a b"},
+        {"header": ""}, {"api_key": "a\nb"}, {"api_key": "clé"}, {"engine": None}, {"engine": "http://[::1"},
+        {"engine": "http://\u2603.\ud800/"},
     ],
-)
+)  # fmt: skip
 def test_settings_that_make_no_sense_are_bad_input(settings: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match="allowed: "):
-        DoctorSettings(**settings)
+        DoctorSettings(**{"engine": "http://h", **settings})
 
 
 def test_a_model_that_is_not_served_names_those_that_are() -> None:
@@ -248,6 +247,7 @@ def other_server(answer: Answer) -> Iterator[str]:
         (lambda path: (503, "text/plain", b"no healthy upstream"), "reachable", "503, no healthy upstream"),
         (lambda path: (301, "text/plain", b""), "reachable", "moved to https://elsewhere.example/"),
         (lambda path: (200, "text/plain", b"\xff\x00\x1b[31m"), "version", "this is not vLLM"),
+        (lambda path: (200, "application/json", b"[" * 50_000), "version", "this is not vLLM"),
     ],
 )
 def test_a_server_that_is_not_vllm_is_one_failed_row(answer: Answer, check: str, said: str) -> None:
@@ -288,6 +288,32 @@ def test_what_will_be_sent_is_named_before_it_is_sent() -> None:
         asyncio.run(examine(DoctorSettings(render=url, engine=url), said.append))
     assert sent
     assert all(url in line for line in said)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "said"),
+    [
+        (b"", "without vllm:num_requests_running"),
+        (b"vllm:num_requests_running NaN\n", "without vllm:num_requests_running"),
+        (b'vllm:num_requests_running{engine="0"} 0.0\nvllm:num_requests_running{engine="1"} 0.0\n', "2 engines behind"),
+    ],
+)
+def test_gauges_that_do_not_tell_the_queue_leave_the_order_undecided(metrics: bytes, said: str) -> None:
+    answers = {
+        "/version": (200, b'{"version": "0.32.0"}'),
+        "/v1/models": (200, b'{"data": [{"id": "m"}]}'),
+        "/metrics": (200, metrics),
+        GENERATE_ROUTE: (400, b'{"error": {"message": "  {\'loc\': \'body.sampling_params\'}"}}'),
+    }
+
+    def answer(path: str) -> tuple[int, str, bytes]:
+        status, body = answers.get(path, (404, b""))
+        return status, "application/json", body
+
+    with other_server(answer) as url:
+        found = ask(render=url, engine=url)
+    assert row(found, BY_HEADER).verdict == "unknown"
+    assert said in row(found, BY_HEADER).seen
 
 
 def test_the_plan_for_the_queue_names_its_load() -> None:
