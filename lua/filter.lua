@@ -175,7 +175,8 @@ function envoy_on_request(handle)
 
   if MAX_BODY then
     local length = headers:get("content-length")
-    if length and tonumber(length) > MAX_BODY then
+    length = length and tonumber(length)
+    if length and length > MAX_BODY then
       return refuse(handle, 413, "too_large", too_large(), nil)
     end
   end
