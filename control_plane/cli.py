@@ -300,14 +300,11 @@ def _explained(found: Explanation) -> dict[str, Any]:
 
 def _print_explanation(found: Explanation, policy: Policy) -> None:
     if found.outcome is None:
-        click.echo(
-            "outcome: none. This is no POST on a route that the policy edits: the sidecar lets it pass untouched."
-        )
+        click.echo("outcome: none. No POST on a route that the policy edits: it passes untouched.")
         return
     click.echo(f"outcome: {found.outcome}")
     if policy.report_header:
-        report = f"{found.value}; source={found.source}; outcome={found.outcome}" if found.value else found.report
-        click.echo(f"answer's header: {policy.report_header}: {report}")
+        click.echo(f"answer's header: {policy.report_header}: {found.report}")
     if found.refusal is not None:
         click.echo(
             f"answered by the sidecar: {found.refusal[0]} {found.refusal[1].decode('utf-8', 'backslashreplace')}"

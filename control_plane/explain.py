@@ -18,19 +18,35 @@ class Explanation:
     """What becomes of a request, and what the sidecar says of it.
 
     `headers` and `body` are what vLLM gets; `refusal` is the answer where nothing reaches vLLM (status, body).
-    `value`, `source` and `outcome` are those of the response header and the access log; `outcome` is None on a
-    route that is not edited. `answer` is what becomes of an answer `{"priority":0}` on a route whose answer is edited.
+    `report` is what the response header and the access log say; it is None on a route that is not edited. `answer` is what becomes of an answer `{"priority":0}` on a route whose answer is edited.
     """
 
-    outcome: str | None
-    value: str | None
-    source: str | None
     report: str | None
     headers: tuple[tuple[str, str], ...]
     body: bytes
     refusal: tuple[int, bytes] | None
     answer: bytes | None
     answer_headers: tuple[tuple[str, str], ...]
+
+    @property
+    def outcome(self) -> str | None:
+        """Such as "inserted"."""
+        return self._reported("outcome")
+
+    @property
+    def source(self) -> str | None:
+        """Where the priority came from: "header", "class" or "default"."""
+        return self._reported("source")
+
+    @property
+    def value(self) -> str | None:
+        """The priority that was applied."""
+        value = (self.report or "none").partition(";")[0]
+        return None if value == "none" else value
+
+    def _reported(self, name: str) -> str | None:
+        parts = (part.strip().partition("=") for part in (self.report or "").split(";")[1:])
+        return next((value for key, _, value in parts if key == name), None)
 
 
 def explain(
@@ -87,9 +103,6 @@ class Filter:
         elif late:
             refused = (int(late), edited)
         return Explanation(
-            outcome=_text(metadata.values.get(b"outcome")),
-            value=_text(metadata.values.get(b"value")),
-            source=_text(metadata.values.get(b"source")),
             report=_text(metadata.values.get(b"report")),
             headers=request.listed(),
             body=b"".join(request.chunks),

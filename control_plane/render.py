@@ -186,7 +186,7 @@ def listeners(policy: Policy, placement: Placement) -> list[Resource]:
 
 
 def clusters(policy: Policy, placement: Placement) -> list[Resource]:
-    """The Envoy clusters: the upstream, the control plane where the placement has it, and the counters."""
+    """The Envoy clusters: the upstream, those that the placement calls for, and the counters."""
     found = [
         _place(
             "cluster",
@@ -203,6 +203,8 @@ def clusters(policy: Policy, placement: Placement) -> list[Resource]:
                 address=_socket_address(placement.control_plane),
             )
         )
+    if placement.health:
+        found.append(_place("admin_cluster", address=_socket_address(placement.admin)))
     return found + [_place("counter_cluster", name=f"{FILTER_NAME}_{outcome}") for outcome in OUTCOMES]
 
 
@@ -369,9 +371,7 @@ _LOG_FIELDS = {
     "path": "%REQ(:PATH)%",
     "status": "%RESPONSE_CODE%",
     "flags": "%RESPONSE_FLAGS%",
-    "priority": f"%DYNAMIC_METADATA({FILTER_NAME}:value)%",
-    "source": f"%DYNAMIC_METADATA({FILTER_NAME}:source)%",
-    "outcome": f"%DYNAMIC_METADATA({FILTER_NAME}:outcome)%",
+    "priority": f"%DYNAMIC_METADATA({FILTER_NAME}:report)%",
     "request_id": "%REQ(X-REQUEST-ID)%",
     "bytes_received": "%BYTES_RECEIVED%",
     "bytes_sent": "%BYTES_SENT%",

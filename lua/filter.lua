@@ -11,6 +11,7 @@ local find, rep = string.find, string.rep
 local HEADER, REPORT, MEMBER, NAMESPACE = settings.header, settings.report_header, "priority", "vllm_priority"
 local MAX_BODY = settings.max_body_bytes
 
+local AMBIGUOUS = { outcome = "ambiguous", message = HEADER .. ": several lines of it differ; allowed: one value" }
 local read, default = priority.reader(settings)
 local route_of = priority.router(settings)
 
@@ -36,18 +37,12 @@ local function report_of(outcome, verdict)
   return verdict.text .. "; source=" .. verdict.source .. "; outcome=" .. outcome .. verdict.note
 end
 
--- Says what came of a priority: in a counter, in the access log, and where the answer finds it.
+-- Says what came of a priority: in a counter, in the access log, and where the answer finds it. One entry of
+-- metadata and not one for each part: an entry costs as much as the scan of a small body.
 local function tell(handle, outcome, verdict)
   count(handle, outcome)
-  local metadata = handle:streamInfo():dynamicMetadata()
-  metadata:set(NAMESPACE, "outcome", outcome)
-  if verdict and verdict.text then
-    metadata:set(NAMESPACE, "value", verdict.text)
-    metadata:set(NAMESPACE, "source", verdict.source)
-    metadata:set(NAMESPACE, "report", report_of(outcome, verdict))
-  else
-    metadata:set(NAMESPACE, "report", "none; outcome=" .. outcome)
-  end
+  local report = verdict and report_of(outcome, verdict) or "none; outcome=" .. outcome
+  handle:streamInfo():dynamicMetadata():set(NAMESPACE, "report", report)
 end
 
 local function refuse(handle, status, outcome, message, param)
@@ -60,11 +55,11 @@ end
 
 -- Once its headers have gone a request can no longer be answered from here. Its body is spoiled instead, so
 -- that no server takes it for JSON, and envoy_on_response puts this in place of what the server says to that.
-local function refuse_late(handle, status, outcome, message)
+local function refuse_late(handle, status, outcome, message, param)
   tell(handle, outcome, nil)
   local metadata = handle:streamInfo():dynamicMetadata()
   metadata:set(NAMESPACE, "refused_status", tostring(status))
-  metadata:set(NAMESPACE, "refused_body", priority.error_body(status, message, nil))
+  metadata:set(NAMESPACE, "refused_body", priority.error_body(status, message, param))
 end
 
 local SPOIL = "\0"
@@ -107,6 +102,27 @@ local function watch_size(handle)
   end
 end
 
+local function tell_result(handle, result, verdict)
+  if not result then
+    tell(handle, "not_json", nil)
+  elseif result == "kept" then
+    tell(handle, "absent", nil)
+  else
+    tell(handle, verdict == default and "default" or result, verdict)
+  end
+end
+
+-- Why the editor's text is refused, or nil.
+local function late_refusal(editor, received, is_default)
+  if MAX_BODY and received > MAX_BODY then
+    return { 413, "too_large", too_large() }
+  end
+  local refusal = LATE_REFUSALS[json_edit.failure(editor)]
+  if refusal and not is_default and (settings.reject_unmovable or refusal[1] == 400) then
+    return refusal
+  end
+end
+
 local function edit_request(handle, headers, verdict)
   local is_default = verdict == default
   local length = headers:get("content-length")
@@ -114,55 +130,44 @@ local function edit_request(handle, headers, verdict)
   if length == 0 then
     return tell(handle, "not_json", nil)
   end
-  local editor = json_edit.new(MEMBER, verdict.text, length, is_default, not settings.reject_unmovable)
+  local member = json_edit.member(MEMBER, verdict.text)
+  local growth = json_edit.growth(member, not settings.reject_unmovable)
   if length then
-    headers:replace("content-length", tostring(length + json_edit.growth(editor)))
+    headers:replace("content-length", tostring(length + growth))
   end
   if not settings.keep_header and not is_default then
     headers:remove(HEADER)
   end
 
-  local received, spoiled = 0, false
+  local editor, refusal = nil, nil
+  local received = 0
   for chunk in handle:bodyChunks() do
     local size = chunk:length()
     if size > 0 then
       received = received + size
       local bytes = chunk:getBytes(0, size)
+      editor = editor or json_edit.new(MEMBER, verdict.text, length, growth, is_default)
       local new = json_edit.feed(editor, bytes)
-      if not spoiled then
-        local late = LATE_REFUSALS[json_edit.failure(editor)]
-        if MAX_BODY and received > MAX_BODY then
-          spoiled = true
-          refuse_late(handle, 413, "too_large", too_large())
-        elseif late and (settings.reject_unmovable or late[1] == 400) and not is_default then
-          spoiled = true
-          refuse_late(handle, late[1], late[2], late[3])
+      if refusal then
+        new = length and rep(SPOIL, #(new or bytes)) or ""
+      else
+        refusal = late_refusal(editor, received, is_default)
+        if refusal then
+          refuse_late(handle, refusal[1], refusal[2], refusal[3], HEADER)
+          new = length and rep(SPOIL, #(new or bytes)) or SPOIL
         end
-        if spoiled and not length then
-          new = SPOIL
-        end
-      elseif not length then
-        new = ""
-      end
-      if spoiled and length then
-        new = rep(SPOIL, #(new or bytes))
       end
       if new then
         chunk:setBytes(new)
       end
+      -- What follows cannot change any more, and the answer may come before the stream's end does.
+      if json_edit.is_done(editor) and not refusal and not MAX_BODY then
+        break
+      end
     end
   end
-  if spoiled then
-    return
-  end
-
-  local result = json_edit.result(editor)
-  if not result then
-    tell(handle, "not_json", nil)
-  elseif result == "kept" then
-    tell(handle, "absent", nil)
-  else
-    tell(handle, is_default and "default" or result, verdict)
+  if not refusal then
+    tell_result(handle, editor and json_edit.result(editor), verdict)
   end
 end
 
@@ -185,7 +190,7 @@ function envoy_on_request(handle)
   local verdict = default
   if raw then
     local value = header_value(headers, raw)
-    verdict = value and read(value) or priority.AMBIGUOUS
+    verdict = value and read(value) or AMBIGUOUS
     if not verdict.text and settings.reject_invalid then
       return refuse(handle, 400, verdict.outcome, verdict.message, HEADER)
     end
@@ -247,17 +252,16 @@ local function edit_answer(handle, headers, metadata)
     or (headers:get(":status") == "200" and priority.is_json(headers:get("content-type")) and "response_edited")
     or "not_json"
   if outcome ~= "response_edited" then
-    tell(handle, outcome, nil)
     if REPORT then
       headers:replace(REPORT, "none; outcome=" .. outcome)
     end
-    return
+    return tell(handle, outcome, nil)
   end
   if REPORT then
     headers:replace(REPORT, report_of(outcome, verdict))
   end
   headers:remove("content-length")
-  local editor = json_edit.new(MEMBER, verdict.text, nil, false, false)
+  local editor = json_edit.new(MEMBER, verdict.text, nil, 0, false)
   json_edit.accept_list(editor)
   for chunk in handle:bodyChunks() do
     local size = chunk:length()
@@ -268,7 +272,8 @@ local function edit_answer(handle, headers, metadata)
       end
     end
   end
-  tell(handle, json_edit.result(editor) and outcome or "not_json", verdict)
+  local result = json_edit.result(editor)
+  tell(handle, result and outcome or "not_json", result and verdict)
 end
 
 function envoy_on_response(handle)

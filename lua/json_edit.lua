@@ -26,6 +26,9 @@ local MAX_HELD = 65536
 -- Below this distance brackets are looked for byte by byte, above it by string.find, which is memchr.
 local NEAR = 16
 
+-- A position behind every chunk.
+local BEYOND = math.huge
+
 -- States: what the next byte belongs to.
 local START, FIRST_KEY, NEXT_KEY, KEY, COLON, VALUE, SCALAR, STRING, NESTED, AFTER, LIST, DONE, PASS, WIDE =
   1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14
@@ -41,32 +44,39 @@ end
 DEPTH_CHANGE[OPEN_OBJECT], DEPTH_CHANGE[OPEN_LIST] = 1, 1
 DEPTH_CHANGE[CLOSE_OBJECT], DEPTH_CHANGE[CLOSE_LIST] = -1, -1
 
+-- The member as it is written into a text.
+--   name    ASCII letters and digits
+--   text    its value, a decimal integer
+function json_edit.member(name, text)
+  return '"' .. name .. '":' .. text
+end
+
+-- By how many bytes a text of promised length becomes longer.
+--   wide    true: the filler must fit a UTF-16 or UTF-32 text, should it be one
+function json_edit.growth(member, wide)
+  local growth = #member + 1
+  return wide and growth + (-growth) % 4 or growth
+end
+
 -- A new editor.
---   name    the member, ASCII letters and digits
+--   name    the member
 --   text    its value, a decimal integer
 --   length  bytes of the whole text where a length is promised, else nil
+--   growth  by how many bytes it becomes longer then
 --   keep    true: a member that is there stays, only a missing one is added
---   wide    true: the filler must fit a UTF-16 or UTF-32 text, should it be one
-function json_edit.new(name, text, length, keep, wide)
-  local member = '"' .. name .. '":' .. text
-  local growth = #member + 1
-  if wide then
-    growth = growth + (-growth) % 4
-  end
+function json_edit.new(name, text, length, growth, keep)
   return {
     name = name,
     text = text,
-    member = member,
     keep = keep,
-    wide = wide,
     length = length,
-    growth = length and growth or 0,
     owed = length and growth or 0, -- bytes promised and not yet written
     received = 0,
     state = START,
     escaped = false, -- inside a string: the next byte follows an odd number of backslashes
     depth = 0, -- inside a nested value
     in_string = false, -- inside a string of a nested value
+    empty = false, -- the object has no members
     key = nil, -- the part of a key that came with earlier chunks
     target = false, -- the member's value comes next
     dropping = false, -- the bytes of an old value are left out
@@ -82,14 +92,17 @@ function json_edit.new(name, text, length, keep, wide)
   }
 end
 
--- By how many bytes a text of promised length becomes longer.
-function json_edit.growth(editor)
-  return editor.growth
-end
-
 -- Edits the objects of a top-level list too, each for itself. For texts without a promised length.
 function json_edit.accept_list(editor)
   editor.in_list = true
+end
+
+-- Whether the rest of the text cannot change any more.
+function json_edit.is_done(editor)
+  if editor.length then
+    return editor.received >= editor.length
+  end
+  return editor.state == DONE or editor.state == PASS
 end
 
 -- Why the text cannot be edited, as far as it has come: see result(). nil where it can.
@@ -114,100 +127,124 @@ function json_edit.result(editor)
   return nil, "not_object"
 end
 
+-- Whether the byte at position i follows an odd number of backslashes, none of them before `first`.
+local function is_escaped(s, i, first)
+  local k = i - 1
+  while k >= first and byte(s, k) == BACKSLASH do
+    k = k - 1
+  end
+  return (i - k) % 2 == 0
+end
+
 -- Position of the quote that ends a string, from position i on. Without one: nil, and whether the byte
 -- after the chunk is escaped. Only a quote can end a string, so only what precedes one is looked at.
 local function string_end(s, i, escaped)
   local first = escaped and i + 1 or i
-  local from = first
-  while true do
-    local quote = find(s, '"', from, true)
-    local last = (quote or #s + 1) - 1
-    local backslashes = last
-    while backslashes >= first and byte(s, backslashes) == BACKSLASH do
-      backslashes = backslashes - 1
-    end
-    local odd = (last - backslashes) % 2 == 1
-    if not quote then
-      -- A chunk that ends before the escaped byte came leaves it escaped.
-      return nil, odd or (escaped and i > #s)
-    end
-    if not odd then
-      return quote
-    end
-    from = quote + 1
+  local quote = find(s, '"', first, true)
+  while quote and quote > first and byte(s, quote - 1) == BACKSLASH and is_escaped(s, quote, first) do
+    quote = find(s, '"', quote + 1, true)
   end
+  if quote then
+    return quote
+  end
+  -- A chunk that ends before the escaped byte came leaves it escaped.
+  return nil, (escaped and i > #s) or is_escaped(s, #s + 1, first)
+end
+
+-- The nesting depth after the bytes i to stop - 1, none of which is inside a string. Where it comes to 0:
+-- 0 and that position. Each kind of bracket is looked for only once it is passed.
+local function depth_after(s, i, stop, depth, near)
+  local open_object, open_list, close_object, close_list = near[1], near[2], near[3], near[4]
+  while true do
+    if close_list < i then
+      close_list = find(s, "]", i, true) or BEYOND
+    end
+    if close_object < i then
+      close_object = find(s, "}", i, true) or BEYOND
+    end
+    if open_list < i then
+      open_list = find(s, "[", i, true) or BEYOND
+    end
+    if open_object < i then
+      open_object = find(s, "{", i, true) or BEYOND
+    end
+    local close = close_list < close_object and close_list or close_object
+    local open = open_list < open_object and open_list or open_object
+    if close < open then
+      if close >= stop then
+        break
+      end
+      depth = depth - 1
+      if depth == 0 then
+        return 0, close
+      end
+      i = close + 1
+    else
+      if open >= stop then
+        break
+      end
+      depth = depth + 1
+      i = open + 1
+    end
+  end
+  near[1], near[2], near[3], near[4] = open_object, open_list, close_object, close_list
+  return depth
 end
 
 -- Position of the bracket that ends the nested value, from position i on; nil where it is not in this chunk.
+--
+-- One turn of the loop is one quote, and its usual ways branch as little as they can: this is where the time
+-- of a large chat goes.
 local function nested_end(editor, s, i)
-  local size = #s
-  local none = size + 1
   local depth = editor.depth
-  if editor.in_string then
-    local quote, escaped = string_end(s, i, editor.escaped)
-    if not quote then
-      editor.escaped = escaped
-      return nil
-    end
-    editor.in_string, editor.escaped = false, false
-    i = quote + 1
+  local inside = editor.in_string
+  local first = i
+  if editor.escaped and i <= #s then
+    first = i + 1
+    i = first
   end
-  -- The next bracket of each kind, looked for again only once it is passed: no byte is scanned twice for one.
-  local open_object, open_list, close_object, close_list = 0, 0, 0, 0
-  local quote = find(s, '"', i, true) or none
+  local near = nil
   while true do
-    if quote - i <= NEAR then
-      for k = i, quote - 1 do
-        depth = depth + DEPTH_CHANGE[byte(s, k)]
-        if depth == 0 then
-          return k
-        end
+    local quote = find(s, '"', i, true)
+    if inside then
+      if not quote then
+        editor.depth, editor.in_string = depth, true
+        editor.escaped = is_escaped(s, #s + 1, first)
+        return nil
+      end
+      if byte(s, quote - 1) ~= BACKSLASH or quote == first or not is_escaped(s, quote, first) then
+        inside = false
       end
     else
-      while true do
-        if close_list < i then
-          close_list = find(s, "]", i, true) or none
+      local stop = quote or #s + 1
+      local gap = stop - i
+      if gap == 1 then
+        depth = depth + DEPTH_CHANGE[byte(s, i)]
+        if depth == 0 then
+          return i
         end
-        if close_object < i then
-          close_object = find(s, "}", i, true) or none
+      elseif gap > NEAR then
+        near = near or { 0, 0, 0, 0 }
+        local at
+        depth, at = depth_after(s, i, stop, depth, near)
+        if at then
+          return at
         end
-        if open_list < i then
-          open_list = find(s, "[", i, true) or none
-        end
-        if open_object < i then
-          open_object = find(s, "{", i, true) or none
-        end
-        local close = close_list < close_object and close_list or close_object
-        local open = open_list < open_object and open_list or open_object
-        if close < open then
-          if close >= quote then
-            break
-          end
-          depth = depth - 1
+      else
+        for k = i, stop - 1 do
+          depth = depth + DEPTH_CHANGE[byte(s, k)]
           if depth == 0 then
-            return close
+            return k
           end
-          i = close + 1
-        else
-          if open >= quote then
-            break
-          end
-          depth = depth + 1
-          i = open + 1
         end
       end
+      if not quote then
+        editor.depth, editor.in_string, editor.escaped = depth, false, false
+        return nil
+      end
+      inside = true
     end
-    if quote == none then
-      editor.depth = depth
-      return nil
-    end
-    local close, escaped = string_end(s, quote + 1, false)
-    if not close then
-      editor.depth, editor.in_string, editor.escaped = depth, true, escaped
-      return nil
-    end
-    i = close + 1
-    quote = find(s, '"', i, true) or none
+    i = quote + 1
   end
 end
 
@@ -319,7 +356,7 @@ function json_edit.feed(editor, s)
         i = i + 1
       elseif code == CLOSE_OBJECT then
         if editor.found == 0 then
-          local member = (editor.empty and "" or ",") .. editor.member
+          local member = (editor.empty and "" or ",") .. json_edit.member(editor.name, editor.text)
           out = (out or "") .. sub(s, from, i - 1) .. member
           from = i
           editor.owed = editor.owed - (editor.length and #member or 0)
@@ -507,7 +544,7 @@ function json_edit.feed(editor, s)
   end
 
   editor.state = state
-  if editor.wide and #editor.head < 4 then
+  if editor.length and #editor.head < 4 then
     editor.head = sub(editor.head .. s, 1, 4)
   end
   if comma and not last then

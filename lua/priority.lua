@@ -88,9 +88,6 @@ function priority.error_body(code, message, param)
   )
 end
 
--- What several header lines with different values mean.
-priority.AMBIGUOUS = { outcome = "ambiguous", message = "several lines of the header differ; allowed: one value" }
-
 -- What a header's value means under these settings: a function of the raw value. It gives a table with
 --   text     the priority to write, or nil
 --   source   "header", "class" or "default"

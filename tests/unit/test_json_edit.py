@@ -22,7 +22,10 @@ def edit(
     body: bytes, value: int, cuts: list[int], *, promised: bool, keep: bool = False, wide: bool = False, lists: bool = False
 ) -> tuple[bytes, str]:
     """The body as the upstream would see it, and what came of it; cut before each position in `cuts`."""
-    editor = _edit[b"new"](b"priority", str(value).encode(), len(body) if promised else None, keep, wide)
+    text = str(value).encode()
+    member = _edit[b"member"](b"priority", text)
+    growth = _edit[b"growth"](member, wide) if promised else 0
+    editor = _edit[b"new"](b"priority", text, len(body) if promised else None, growth, keep)
     if lists:
         _edit[b"accept_list"](editor)
     bounds = [0, *sorted(set(cuts)), len(body)]
@@ -32,7 +35,7 @@ def edit(
         new = _edit[b"feed"](editor, chunk)
         out += chunk if new is None else new
     if promised:
-        assert len(out) == len(body) + _edit[b"growth"](editor)
+        assert len(out) == len(body) + growth
     result = _edit[b"result"](editor)
     return out, (result[1] if isinstance(result, tuple) else result).decode()
 
@@ -219,7 +222,7 @@ def chunks(body: bytes, size: int) -> Iterator[bytes]:
 
 
 def test_nothing_is_kept_of_what_was_passed_on() -> None:
-    editor = _edit[b"new"](b"priority", b"5", None, False, False)
+    editor = _edit[b"new"](b"priority", b"5", None, 0, False)
     used = _lua.eval(b'function() collectgarbage("collect") return collectgarbage("count") end')
     _edit[b"feed"](editor, b'{"image":"')
     before = used()
