@@ -68,6 +68,7 @@ ANNOTATIONS = (ROLE, UPSTREAM_PORT, LISTEN_PORT, IMAGE, RESOURCES, POLICY, NATIV
 MODES: tuple[Mode, ...] = ("takeover", "redirect", "port")
 
 ENVOY_VERSION = "1.40.0"
+"""The newest Envoy that the tests run, and the one that is pinned."""
 ENVOY_IMAGE = f"docker.io/envoyproxy/envoy:distroless-v{ENVOY_VERSION}"
 """The one place that pins Envoy's image. No shell in it: only what Envoy itself can do can be a hook or a probe."""
 

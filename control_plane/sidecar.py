@@ -19,11 +19,9 @@ from typing import IO, Self
 
 import httpx
 
+from control_plane.admission import ENVOY_VERSION
 from control_plane.errors import BadInput, EnvoyError
 from control_plane.render import Address, Placement, Resource
-
-ENVOY_VERSION = "1.40.0"
-"""The Envoy the images and examples pin, and the newest that the tests run."""
 
 OLDEST_ENVOY = (1, 36)
 """The oldest Envoy the tests run; older ones miss what the filter needs."""

@@ -260,6 +260,8 @@ def test_a_port_that_only_the_command_names_counts_as_taken():
     mutation = change(make_pod(vllm(command=["vllm", "serve", "tiny", "--port=18001"], ports=None)))
     assert upstream_of(mutation.pod) == 18001
     assert listening(mutation.pod)["vllm_priority"] == 18002
+    other = {"name": "router", "image": "x/y", "command": ["router", "--port", "18001"]}
+    assert listening(change(make_pod(vllm(), other)).pod)["vllm_priority"] == 18002
 
 
 # ---- Which container, which role, which port -----------------------------------------------------------------------
@@ -427,13 +429,18 @@ def service(target: Any, name: str = "llm", **selector: str) -> dict[str, Any]:
     return {"metadata": {"name": name}, "spec": {"selector": selector or LABEL, "ports": [port]}}
 
 
+NO_SELECTOR = {"metadata": {"name": "by hand"}, "spec": {"ports": [{"port": 8000}]}}
+
+
 @pytest.mark.parametrize("target", [8000, None])
 def test_a_service_known_to_target_the_number_is_named(target):
     mutation = change(make_pod(), services=[service(target)])
     assert any("the number 8000 is targeted by Service llm" in warning for warning in mutation.warnings)
 
 
-@pytest.mark.parametrize("services", [[], [service("http")], [service(8000, app="other")], [service(18001)]])
+@pytest.mark.parametrize(
+    "services", [[], [service("http")], [service(8000, app="other")], [service(18001)], [NO_SELECTOR]]
+)
 def test_services_known_to_be_fine_leave_no_warning(services):
     mutation = change(make_pod(asked={"role": "engine"}), services=services)
     assert mutation.warnings == []
