@@ -1,6 +1,6 @@
 """What the sidecar would do to one request: the same Lua, run by LuaJIT in this process."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,9 @@ Headers = Sequence[tuple[str, str]]
 class Explanation:
     """What becomes of a request, and what the sidecar says of it.
 
+    `report` is what the response header and the access log say; None on a route that is not edited.
     `headers` and `body` are what vLLM gets; `refusal` is the answer where nothing reaches vLLM (status, body).
-    `report` is what the response header and the access log say; it is None on a route that is not edited. `answer` is what becomes of an answer `{"priority":0}` on a route whose answer is edited.
+    `answer` is what becomes of an answer `{"priority":0}` on a route whose answer is edited.
     """
 
     report: str | None
@@ -157,18 +158,19 @@ class _Headers:
         self.lines.append((name, value))
 
 
+@dataclass
 class _Chunk:
-    def __init__(self, data: bytes) -> None:
-        self.data = data
+    chunks: list[bytes]
+    index: int
 
     def length(self) -> int:
-        return len(self.data)
+        return len(self.chunks[self.index])
 
     def getBytes(self, start: float, size: float) -> bytes:
-        return self.data[int(start) : int(start) + int(size)]
+        return self.chunks[self.index][int(start) : int(start) + int(size)]
 
     def setBytes(self, data: bytes) -> None:
-        self.data = data
+        self.chunks[self.index] = data
 
 
 @dataclass
@@ -218,14 +220,8 @@ class _Stream:
         return _Stats()
 
     def bodyChunks(self) -> Any:
-        steps = self._steps()
+        steps = iter([_Chunk(self.chunks, index) for index in range(len(self.chunks))])
         return lambda *_: next(steps, None)
-
-    def _steps(self) -> Iterator[_Chunk]:
-        for index, data in enumerate(self.chunks):
-            chunk = _Chunk(data)
-            yield chunk
-            self.chunks[index] = chunk.data
 
     def respond(self, headers: Any, body: bytes) -> None:
         self.response = (dict(headers.items()), body)
