@@ -235,7 +235,7 @@ class ControlPlane:
         (kubectl,) = fetch(["kubectl"])
         port = free_port()
         command = [
-            kubectl,
+            str(kubectl),
             "port-forward",
             "-n",
             self.release.namespace,

@@ -1,0 +1,105 @@
+"""What a sidecar shows the pod network beside its own port: whether it is ready, and its metrics."""
+
+import contextlib
+import json
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from control_plane.policy import Policy
+from control_plane.render import Address, Placement, bootstrap
+
+from .upstream import RecordingUpstream
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+
+
+@contextlib.contextmanager
+def sidecar(envoy: Path, folder: Path, upstream: int) -> Iterator[tuple[str, str]]:
+    """The URLs of a sidecar's own listener and of its health listener."""
+    listen, health, admin = (Address("127.0.0.1", port) for port in free_ports(3))
+    placement = Placement(
+        "render", listen, Address("127.0.0.1", upstream), admin, health=health, access_log=str(folder / "access.log")
+    )
+    (folder / "envoy.json").write_text(json.dumps(bootstrap(Policy(), placement)))
+    command = [envoy, "-c", folder / "envoy.json", "--concurrency", "1", "--disable-hot-restart", "-l", "error"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and process.poll() is None:
+            with contextlib.suppress(httpx.TransportError):
+                httpx.get(f"http://{health}/ready")
+                break
+            time.sleep(0.05)
+        yield f"http://{listen}", f"http://{health}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.fixture(scope="module")
+def urls(
+    envoy: Path, _upstream: RecordingUpstream, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, str]]:
+    with sidecar(envoy, tmp_path_factory.mktemp("health"), _upstream.address.port) as found:
+        yield found
+
+
+def becomes(url: str, status: int) -> bool:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if httpx.get(url).status_code == status:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def test_it_is_ready_while_the_upstream_accepts(urls: tuple[str, str]) -> None:
+    assert becomes(f"{urls[1]}/ready", 200)
+
+
+def test_it_is_not_ready_while_nothing_listens_upstream(envoy: Path, tmp_path: Path) -> None:
+    (nobody,) = free_ports(1)
+    with sidecar(envoy, tmp_path, nobody) as (_, health):
+        assert becomes(f"{health}/ready", 503)
+
+
+def test_the_outcomes_are_counted_where_prometheus_looks(urls: tuple[str, str]) -> None:
+    listen, health = urls
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    httpx.post(f"{listen}/v1/chat/completions/render", json=body, headers={"x-vllm-priority": "5"})
+    answer = httpx.get(f"{health}/stats/prometheus")
+    assert answer.status_code == 200
+    counted = [line for line in answer.text.splitlines() if "vllm_priority_inserted" in line and line.endswith(" 1")]
+    assert counted
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/quitquitquit"),
+        ("POST", "/stats/prometheus"),
+        ("GET", "/config_dump"),
+        ("GET", "/stats"),
+        ("GET", "/stats/prometheus/../../config_dump"),
+        ("POST", "/drain_listeners"),
+        ("GET", "/"),
+    ],
+)
+def test_nothing_else_of_the_admin_is_let_through(urls: tuple[str, str], method: str, path: str) -> None:
+    with socket.create_connection(("127.0.0.1", int(urls[1].rpartition(":")[2])), 10) as client:
+        client.sendall(
+            f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\nconnection: close\r\n\r\n".encode()
+        )
+        assert client.recv(12) == b"HTTP/1.1 404"
