@@ -246,7 +246,7 @@ def test_the_queue_is_ordered_by_priority_then_arrival(by_priority: bool, expect
 
 
 def test_a_client_that_leaves_gives_its_slot_and_its_place_back() -> None:
-    with run(SimulatorSettings()) as url:
+    with run(SimulatorSettings(tokens_per_second=1)) as url:
         with httpx.stream("POST", url + GENERATE_ROUTE, json=generate(4000, stream=True)):
             wait_for(url, 1, 0)
             with httpx.stream("POST", url + GENERATE_ROUTE, json=generate(4000, stream=True)) as queued:
@@ -258,7 +258,7 @@ def test_a_client_that_leaves_gives_its_slot_and_its_place_back() -> None:
 
 
 def test_a_client_that_leaves_an_answer_that_is_not_streamed_is_noticed_too() -> None:
-    with run(SimulatorSettings()) as url:
+    with run(SimulatorSettings(tokens_per_second=1)) as url:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(url + GENERATE_ROUTE, json=generate(4000), timeout=httpx.Timeout(5, read=0.2))
         wait_for(url, 0, 0)
