@@ -262,6 +262,7 @@ class DerenderChatStreamRequest(BaseModel):
     model: str | None = None
     generate_chunk: _Generated
     stream_state: dict[str, Any] | None = None
+    prompt_tokens: int | None = None
 
 
 class DerenderCompletionRequest(BaseModel):
@@ -283,6 +284,7 @@ class DerenderCompletionStreamRequest(BaseModel):
     model: str | None = None
     generate_chunk: _Generated
     stream_state: dict[str, Any] | None = None
+    prompt_tokens: int | None = None
 
 
 # ---- errors, in vLLM's shapes
@@ -593,13 +595,15 @@ class _Server:
             more = _nulls("usage system_fingerprint metrics")
             chunk = _answer("text_completion", body.generate_chunk.request_id, model, choices, **more)
             return JSONResponse({"chunk": chunk, "stream_state": decode.state(role_sent=False, offset=written)})
+        if not body.generate_responses:
+            raise _VllmError("generate_responses must not be empty")
         flat = [choice for source in body.generate_responses for choice in source.choices]
         choices = [
             _completion_choice(index, _text(choice.token_ids or []), choice.finish_reason)
             for index, choice in enumerate(flat)
         ]
         usage = _counts(sum(body.prompt_tokens or []), sum(len(choice.token_ids or []) for choice in flat))
-        name = body.generate_responses[0].request_id if body.generate_responses else _random_id()
+        name = body.generate_responses[0].request_id
         more = {**_nulls(_AROUND_COMPLETION), "system_fingerprint": None, "usage": usage}
         return JSONResponse(_answer("text_completion", name, model, choices, **more))
 

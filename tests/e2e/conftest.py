@@ -1,19 +1,20 @@
 """Real vLLM, and real Envoy in front of it. Nothing here is skipped: what is missing ends the run with the reason."""
 
 import socket
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
-import setup_vllm
-from vllm_server import VllmServer, engine_arguments, render_arguments, running
 
 from control_plane.policy import Policy, Role
 from control_plane.render import Address, Placement, bootstrap
 from control_plane.sidecar import Sidecar, find_envoy
+from tests.e2e import setup_vllm
+from tests.e2e.vllm_server import VllmServer, engine_arguments, render_arguments, running
 
-LOG_SECTIONS = pytest.StashKey[list[VllmServer]]()
+SERVERS = pytest.StashKey[list[VllmServer]]()
 
 
 @pytest.fixture(scope="session")
@@ -30,42 +31,63 @@ def model() -> Path:
     return setup_vllm.model_folder()
 
 
+@dataclass(frozen=True)
+class VllmFactory:
+    """Makes vLLM servers whose logs are shown where a test fails."""
+
+    _vllm: Path
+    _model: Path
+    _folders: pytest.TempPathFactory
+    _config: pytest.Config
+
+    def render(self) -> VllmServer:
+        return self._made(render_arguments(self._model))
+
+    def engine(self, *, scale_out: bool = True) -> VllmServer:
+        return self._made(engine_arguments(self._model, scale_out=scale_out))
+
+    def _made(self, arguments: Sequence[str]) -> VllmServer:
+        server = VllmServer(self._vllm, arguments, self._folders.mktemp("vllm"))
+        self._config.stash.setdefault(SERVERS, []).append(server)
+        return server
+
+
 @pytest.fixture(scope="session")
-def servers(
+def start_vllm(
     vllm: Path, model: Path, tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
-) -> Iterator[dict[Role, VllmServer]]:
-    """A render server and an engine, up for the whole run."""
-    found: dict[Role, VllmServer] = {
-        "render": VllmServer(vllm, render_arguments(model), tmp_path_factory.mktemp("render")),
-        "engine": VllmServer(vllm, engine_arguments(model), tmp_path_factory.mktemp("engine")),
-    }
-    pytestconfig.stash.setdefault(LOG_SECTIONS, []).extend(found.values())
-    with running(*found.values()):
-        yield found
+) -> VllmFactory:
+    return VllmFactory(vllm, model, tmp_path_factory, pytestconfig)
 
 
 @pytest.fixture(scope="session")
-def render_url(servers: dict[Role, VllmServer]) -> str:
+def servers(start_vllm: VllmFactory) -> Iterator[dict[Role, str]]:
+    """URLs of a render server and an engine, up for the whole run."""
+    with running(start_vllm.render(), start_vllm.engine()) as (render, engine):
+        yield {"render": render.url, "engine": engine.url}
+
+
+@pytest.fixture(scope="session")
+def render_url(servers: dict[Role, str]) -> str:
     """The render server, with no sidecar."""
-    return servers["render"].url
+    return servers["render"]
 
 
 @pytest.fixture(scope="session")
-def engine_url(servers: dict[Role, VllmServer]) -> str:
+def engine_url(servers: dict[Role, str]) -> str:
     """The engine, with no sidecar."""
-    return servers["engine"].url
+    return servers["engine"]
 
 
 @pytest.fixture(scope="session")
-def render_sidecar_url(servers: dict[Role, VllmServer], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def render_sidecar_url(render_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The render server, through a sidecar with the default policy."""
-    yield from _sidecar("render", servers["render"].port, tmp_path_factory.mktemp("render-sidecar"))
+    yield from sidecar("render", render_url, tmp_path_factory.mktemp("render-sidecar"))
 
 
 @pytest.fixture(scope="session")
-def engine_sidecar_url(servers: dict[Role, VllmServer], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def engine_sidecar_url(engine_url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The engine, through a sidecar with the default policy."""
-    yield from _sidecar("engine", servers["engine"].port, tmp_path_factory.mktemp("engine-sidecar"))
+    yield from sidecar("engine", engine_url, tmp_path_factory.mktemp("engine-sidecar"))
 
 
 @pytest.fixture(scope="session")
@@ -74,18 +96,19 @@ def client() -> Iterator[httpx.Client]:
         yield client
 
 
-def _sidecar(role: Role, upstream_port: int, folder: Path) -> Iterator[str]:
-    listen, admin = free_address(), free_address()
-    placement = Placement(
-        role, listen, Address("127.0.0.1", upstream_port), admin, access_log=str(folder / "access.log")
-    )
-    with Sidecar(bootstrap(Policy(), placement), find_envoy()) as sidecar:
+def sidecar(role: Role, upstream_url: str, folder: Path) -> Iterator[str]:
+    """The URL of a real Envoy with the default policy in front of that server. Its Lua must not fail once."""
+    listen, admin = _free_address(), _free_address()
+    upstream = Address.parse(upstream_url.removeprefix("http://"), "upstream")
+    placement = Placement(role, listen, upstream, admin, access_log=str(folder / "access.log"))
+    with Sidecar(bootstrap(Policy(), placement), find_envoy()) as running_sidecar:
         yield f"http://{listen}"
-        errors = httpx.get(f"{sidecar.admin}/stats?filter=lua.errors", trust_env=False).text
-        assert all(line.endswith(": 0") for line in errors.splitlines()), errors
+        errors = httpx.get(f"{running_sidecar.admin}/stats?filter=lua.*errors", trust_env=False).text.splitlines()
+        assert errors, "Envoy has no counter of Lua errors"
+        assert all(line.endswith(": 0") for line in errors), errors
 
 
-def free_address() -> Address:
+def _free_address() -> Address:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return Address("127.0.0.1", int(probe.getsockname()[1]))
@@ -95,6 +118,6 @@ def free_address() -> Address:
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if report.failed:
-        for server in item.config.stash.get(LOG_SECTIONS, []):
+        for server in item.config.stash.get(SERVERS, []):
             report.sections.append((f"end of {server.log}", server.log_tail()))
     return report

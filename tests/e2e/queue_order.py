@@ -1,5 +1,7 @@
 """The order in which three requests finish on an engine with one slot, steered by its queue gauges."""
 
+import contextlib
+import http.client
 import re
 import threading
 import time
@@ -9,7 +11,7 @@ from typing import Any
 import httpx
 
 GENERATE = "/inference/v1/generate"
-LONG = (1000, 2000, 4000)
+LONG = (500, 1500, 4000)
 """Tokens of A. It has to outlast the queueing of B and C; where a busy machine makes it too short, a longer one."""
 
 SHORT = 30
@@ -23,31 +25,38 @@ def generate_request(tokens: int, **members: Any) -> dict[str, Any]:
     return {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": tokens, "ignore_eos": True}, **members}
 
 
-def finish_order(url: str, c_headers: Mapping[str, str], c_members: Mapping[str, Any]) -> str:
+def finish_order(
+    url: str,
+    c_headers: Mapping[str, str] | None = None,
+    c_members: Mapping[str, Any] | None = None,
+    *,
+    path: str = GENERATE,
+    c_body: Mapping[str, Any] | None = None,
+) -> str:
     """`"ABC"` where C waited for its turn and `"ACB"` where it went first.
 
-    A takes the engine's one slot, B names no priority, C comes last with these headers and body members. Each is
-    sent once the gauges in /metrics show the one before it in its place.
+    A takes the engine's one slot, B names no priority, C comes last: with these headers, on this path, and with
+    `c_body`, or else a short request with these members. Each is sent once the gauges in /metrics show the one before
+    it in its place.
     """
+    body = c_body if c_body is not None else generate_request(SHORT, **(c_members or {}))
     for tokens in LONG:
-        order = _finish_order(url, generate_request(tokens), c_headers, c_members)
+        order = _finish_order(url, generate_request(tokens), (path, body, c_headers or {}))
         if order is not None:
             return order
     raise AssertionError(f"A finished before C was queued, even with {LONG[-1]} tokens")
 
 
 def _finish_order(
-    url: str, a_body: Mapping[str, Any], c_headers: Mapping[str, str], c_members: Mapping[str, Any]
+    url: str, a_body: Mapping[str, Any], c: tuple[str, Mapping[str, Any], Mapping[str, str]]
 ) -> str | None:
     """None where A finished too early for the order to prove anything."""
     finished: list[str] = []
     failed: list[str] = []
 
-    def send(name: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
+    def send(name: str, path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> None:
         try:
-            answer = httpx.post(
-                url + GENERATE, json=body, headers=dict(headers), timeout=GIVE_UP_SECONDS, trust_env=False
-            )
+            answer = httpx.post(url + path, json=body, headers=dict(headers), timeout=GIVE_UP_SECONDS, trust_env=False)
             finished.append(name)
             if answer.status_code != 200:
                 failed.append(f"{name}: {answer.status_code} {answer.text}")
@@ -57,12 +66,8 @@ def _finish_order(
     wait_for_gauges(url, running=0, waiting=0)
     threads: list[threading.Thread] = []
     too_early = False
-    for name, body, headers in (
-        ("A", a_body, {}),
-        ("B", generate_request(SHORT), {}),
-        ("C", generate_request(SHORT, **c_members), c_headers),
-    ):
-        thread = threading.Thread(target=send, args=(name, body, headers))
+    for request in (("A", GENERATE, a_body, {}), ("B", GENERATE, generate_request(SHORT), {}), ("C", *c)):
+        thread = threading.Thread(target=send, args=request)
         thread.start()
         queued = wait_for_gauges(url, running=1, waiting=len(threads), unless=finished)
         threads.append(thread)
@@ -83,7 +88,7 @@ def wait_for_gauges(url: str, *, running: int, waiting: int, unless: Sequence[st
     deadline = time.monotonic() + GIVE_UP_SECONDS
     seen = None
     while time.monotonic() < deadline:
-        seen = (gauge(url, "vllm:num_requests_running"), gauge(url, "vllm:num_requests_waiting"))
+        seen = metrics(url, "vllm:num_requests_running", "vllm:num_requests_waiting")
         if unless:
             return False
         if seen == (running, waiting):
@@ -93,8 +98,20 @@ def wait_for_gauges(url: str, *, running: int, waiting: int, unless: Sequence[st
 
 
 def gauge(url: str, name: str) -> float:
-    """The sum of a gauge's samples in /metrics."""
-    text = httpx.get(f"{url}/metrics", timeout=30, trust_env=False).text
-    samples = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
-    assert samples, f"{name} is not in {url}/metrics"
-    return sum(map(float, samples))
+    """The sum of a metric's samples in /metrics."""
+    return metrics(url, name)[0]
+
+
+def metrics(url: str, *names: str) -> tuple[float, ...]:
+    """The sum of the samples of each, all from one answer."""
+    # Polled many times a second: httpx would read the system's certificates each time.
+    connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=30)
+    with contextlib.closing(connection):
+        connection.request("GET", "/metrics")
+        text = connection.getresponse().read().decode()
+    sums = []
+    for name in names:
+        samples = re.findall(rf"^{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
+        assert samples, f"{name} is not in {url}/metrics"
+        sums.append(sum(map(float, samples)))
+    return tuple(sums)

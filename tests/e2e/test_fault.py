@@ -2,8 +2,9 @@
 
 import httpx
 import pytest
-from queue_order import finish_order
-from render_requests import BODIES, MESSAGES, ROUTES, ROUTES_THAT_TAKE_A_BODY_PRIORITY, priorities
+
+from tests.e2e.queue_order import finish_order
+from tests.e2e.render_requests import BODIES, MESSAGES, ROUTES, ROUTES_THAT_TAKE_A_BODY_PRIORITY, priorities
 
 HEADER = {"X-Vllm-Priority": "-10"}
 

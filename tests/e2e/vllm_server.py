@@ -14,8 +14,8 @@ from typing import Self
 import httpx
 
 MODEL_NAME = "tiny"
-START_SECONDS = 300
-"""How long a server may take to come up: 20 to 60 s on two cores that do little else."""
+START_SECONDS = 600
+"""How long a server may take to come up: 20 to 60 s where two cores do little else, minutes where they are busy."""
 
 # vLLM's engine waits by os.sched_yield in a loop. With two cores that starves every other process for seconds, so that
 # what a test sends arrives in another order than it was sent in. A short sleep there costs the tests nothing. It is
@@ -98,14 +98,14 @@ class VllmServer:
 
 
 @contextlib.contextmanager
-def running(*servers: VllmServer) -> Iterator[None]:
+def running(*servers: VllmServer) -> Iterator[tuple[VllmServer, ...]]:
     """Starts all of them at once, then waits for each: start-up is mostly imports."""
     with contextlib.ExitStack() as stack:
         for server in servers:
             stack.enter_context(server)
         for server in servers:
             server.wait_until_healthy()
-        yield
+        yield servers
 
 
 def _free_port() -> int:
