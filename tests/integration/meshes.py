@@ -1,0 +1,204 @@
+"""Proxies that are not ours, with the filter in them: configs of the shape that Istio and Envoy Gateway give.
+
+The shape is what matters to a filter: where it stands, what stands before it, how paths, bodies and timeouts are
+treated. It was read from the two projects' own generators (istio/istio pilot/pkg/networking/core/listener_builder.go
+and listener_inbound.go; envoyproxy/gateway internal/xds/translator). What only their own Envoy builds or control
+planes can do is left out: Istio's peer metadata and stats filters, mTLS, the redirect to port 15006.
+"""
+
+import json
+from typing import Any
+
+import yaml
+
+from control_plane import render
+from control_plane.policy import Policy
+from control_plane.render import Address, Placement
+
+from .sidecars import RunningSidecar
+
+_HCM = "envoy.filters.network.http_connection_manager"
+_API = "type.googleapis.com/envoy.extensions.filters"
+
+_ISTIO = """
+name: virtualInbound
+traffic_direction: INBOUND
+listener_filters:
+- name: envoy.filters.listener.tls_inspector
+  typed_config: {"@type": type.googleapis.com/envoy.extensions.filters.listener.tls_inspector.v3.TlsInspector}
+- name: envoy.filters.listener.http_inspector
+  typed_config: {"@type": type.googleapis.com/envoy.extensions.filters.listener.http_inspector.v3.HttpInspector}
+filter_chains:
+- name: virtualInbound-blackhole
+  filter_chain_match: {destination_port: 15006}
+  filters: &tcp
+  - name: envoy.filters.network.tcp_proxy
+    typed_config:
+      "@type": type.googleapis.com/envoy.extensions.filters.network.tcp_proxy.v3.TcpProxy
+      stat_prefix: BlackHoleCluster
+      cluster: BlackHoleCluster
+- name: 0.0.0.0_8000
+  filter_chain_match: {transport_protocol: raw_buffer, application_protocols: [http/1.0, http/1.1, h2c]}
+  filters: &http
+  - name: envoy.filters.network.http_connection_manager
+    typed_config:
+      "@type": type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager
+      stat_prefix: inbound_0.0.0.0_8000;
+      server_name: istio-envoy
+      use_remote_address: false
+      forward_client_cert_details: APPEND_FORWARD
+      set_current_client_cert_details: {subject: true, dns: true, uri: true}
+      normalize_path: true
+      path_with_escaped_slashes_action: KEEP_UNCHANGED
+      stream_idle_timeout: 0s
+      proxy_100_continue: true
+      upgrade_configs: [{upgrade_type: websocket}]
+      http_filters:
+      - name: envoy.filters.http.rbac
+        typed_config:
+          "@type": type.googleapis.com/envoy.extensions.filters.http.rbac.v3.RBAC
+          rules: {action: DENY, policies: {}}
+      - name: envoy.filters.http.grpc_stats
+        typed_config:
+          "@type": type.googleapis.com/envoy.extensions.filters.http.grpc_stats.v3.FilterConfig
+          emit_filter_state: true
+          stats_for_all_methods: false
+      - name: envoy.filters.http.fault
+        typed_config: {"@type": type.googleapis.com/envoy.extensions.filters.http.fault.v3.HTTPFault}
+      - name: envoy.filters.http.cors
+        typed_config: {"@type": type.googleapis.com/envoy.extensions.filters.http.cors.v3.Cors}
+      - name: envoy.filters.http.router
+        typed_config: {"@type": type.googleapis.com/envoy.extensions.filters.http.router.v3.Router}
+      route_config:
+        name: inbound|8000||
+        validate_clusters: false
+        virtual_hosts:
+        - name: inbound|http|8000
+          domains: ["*"]
+          routes:
+          - name: default
+            match: {prefix: /}
+            decorator: {operation: "vllm.default.svc.cluster.local:8000/*"}
+            route: {cluster: inbound|8000||, timeout: 0s, max_stream_duration: {max_stream_duration: 0s, grpc_timeout_header_max: 0s}}
+- name: virtualInbound-catchall-http
+  filter_chain_match: {transport_protocol: raw_buffer}
+  filters: *http
+"""  # noqa: E501
+
+_GATEWAY = """
+name: default/eg/http
+filter_chains:
+- filters:
+  - name: envoy.filters.network.http_connection_manager
+    typed_config:
+      "@type": type.googleapis.com/envoy.extensions.filters.network.http_connection_manager.v3.HttpConnectionManager
+      stat_prefix: http-10080
+      server_header_transformation: PASS_THROUGH
+      use_remote_address: true
+      normalize_path: true
+      merge_slashes: true
+      path_with_escaped_slashes_action: UNESCAPE_AND_REDIRECT
+      common_http_protocol_options: {headers_with_underscores_action: REJECT_REQUEST}
+      http2_protocol_options: {max_concurrent_streams: 100, initial_stream_window_size: 65536, initial_connection_window_size: 1048576}
+      http_filters:
+      - name: envoy.filters.http.router
+        typed_config: {"@type": type.googleapis.com/envoy.extensions.filters.http.router.v3.Router, suppress_envoy_headers: true}
+"""  # noqa: E501
+
+
+def apply_envoy_filter(envoy_filter: dict[str, Any], listener: dict[str, Any]) -> None:
+    """What istiod does with the HTTP_FILTER patches of an EnvoyFilter to an inbound listener."""
+    for patch in envoy_filter["spec"]["configPatches"]:
+        assert patch["applyTo"] == "HTTP_FILTER"
+        assert patch["match"]["context"] == "SIDECAR_INBOUND"
+        assert patch["patch"]["operation"] == "INSERT_BEFORE"
+        wanted = patch["match"]["listener"]["filterChain"]["filter"]
+        for chain in listener["filter_chains"]:
+            for network_filter in chain["filters"]:
+                if network_filter["name"] != wanted["name"]:
+                    continue
+                http_filters = network_filter["typed_config"]["http_filters"]
+                names = [entry["name"] for entry in http_filters]
+                http_filters.insert(names.index(wanted["subFilter"]["name"]), patch["patch"]["value"])
+
+
+class IstioSidecar(RunningSidecar):
+    """The inbound side of an Istio sidecar with the target istio's EnvoyFilter applied."""
+
+    def configuration(self, policy: Policy, placement: Placement) -> dict[str, Any]:
+        listener = json.loads(json.dumps(yaml.safe_load(_ISTIO)))  # each chain gets filters of its own
+        (envoy_filter,) = render.render("istio", policy, placement)
+        apply_envoy_filter(envoy_filter, listener)
+        return _bootstrap(listener, [_cluster("inbound|8000||", placement.upstream), _cluster("BlackHoleCluster")])
+
+
+class GatewayProxy(RunningSidecar):
+    """Envoy Gateway 1.9's proxy with the target envoy-gateway's two objects translated.
+
+    The script stands in the listener's filter, off, under the policy's name; the route names it, which turns it on.
+    Other paths go to the same Service by an HTTPRoute of its owner's, for the tests' sake.
+    """
+
+    scripts_in_routes = False
+
+    def configuration(self, policy: Policy, placement: Placement) -> dict[str, Any]:
+        service = Placement.default(self.role, "envoy-gateway").upstream
+        route, extension = render.render("envoy-gateway", policy, Placement(
+            self.role, placement.listen, service, placement.admin))  # fmt: skip
+        (target,) = extension["spec"]["targetRefs"]
+        assert (target["kind"], target["name"]) == ("HTTPRoute", route["metadata"]["name"])
+        (lua,) = extension["spec"]["lua"]
+        source = {"inline_string": lua["inline"]}
+        name, policy_name = "envoy.filters.http.lua/default/eg/http/0", f"default/{extension['metadata']['name']}/lua/0"
+        listener = yaml.safe_load(_GATEWAY)
+        (manager,) = (entry["typed_config"] for entry in listener["filter_chains"][0]["filters"])
+        lua_filter = {"@type": f"{_API}.http.lua.v3.Lua"}
+        per_route = {"@type": f"{_API}.http.lua.v3.LuaPerRoute"}
+        if self.scripts_in_routes:
+            per_route["source_code"] = source  # type: ignore[assignment]
+        else:
+            lua_filter["source_codes"] = {policy_name: source}  # type: ignore[assignment]
+            per_route["name"] = policy_name
+        manager["http_filters"].insert(0, {"name": name, "disabled": True, "typed_config": lua_filter})
+        routes = [
+            {
+                "match": {
+                    "path": match["path"]["value"],
+                    "headers": [{"name": ":method", "string_match": {"exact": match["method"]}}],
+                },
+                "route": {"cluster": "httproute/default/vllm/rule/0", "timeout": rule["timeouts"]["request"]},
+                "typed_per_filter_config": {name: per_route},
+            }
+            for rule in route["spec"]["rules"]
+            for match in rule["matches"]
+        ]
+        other = {"match": {"prefix": "/"}, "route": {"cluster": "httproute/default/vllm/rule/0", "timeout": "0s"}}
+        manager["route_config"] = {
+            "name": "default/eg/http",
+            "virtual_hosts": [{"name": "default/eg/http/*", "domains": ["*"], "routes": [*routes, other]}],
+        }
+        return _bootstrap(listener, [_cluster("httproute/default/vllm/rule/0", placement.upstream)])
+
+
+class OlderGatewayProxy(GatewayProxy):
+    """Before 1.9 the script stood in each route."""
+
+    scripts_in_routes = True
+
+
+def _bootstrap(listener: dict[str, Any], clusters: list[dict[str, Any]]) -> dict[str, Any]:
+    loopback = {"socket_address": {"address": "127.0.0.1", "port_value": 0}}
+    return {
+        "admin": {"address": loopback},
+        "static_resources": {"listeners": [{**listener, "address": loopback}], "clusters": clusters},
+    }
+
+
+def _cluster(name: str, to: Address | None = None) -> dict[str, Any]:
+    endpoint = to and {"endpoint": {"address": {"socket_address": {"address": to.host, "port_value": to.port}}}}
+    return {
+        "name": name,
+        "type": "STATIC",
+        "connect_timeout": "10s",
+        "load_assignment": {"cluster_name": name, "endpoints": [{"lb_endpoints": [endpoint]}] if endpoint else []},
+    }

@@ -1,0 +1,82 @@
+"""The script inside Envoy Gateway's proxy: every case of the other tables that is the script's own to keep there."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from control_plane.policy import Role
+
+from . import test_body, test_meaning, test_transport
+from .conftest import GENERATE, MESSAGES, RENDER, SidecarFactory, run_sidecars
+from .meshes import GatewayProxy, OlderGatewayProxy
+from .oracle import assert_moved
+from .test_istio import ISTIOS_OWN, cases
+from .test_transport import image as image  # a fixture of its cases
+from .upstream import RecordingUpstream, answering, response
+from .wire import call, priority
+
+# What Envoy Gateway decides, not the script: its clocks and its own "100 Continue".
+GATEWAYS_OWN = ISTIOS_OWN | {
+    "test_t5_a_refused_header_is_answered_without_waiting_for_the_body",
+    "test_t6_no_timeout_is_shorter_than_a_long_queue",
+}
+# An engine's /render paths are the render servers' at a gateway; the cases below say what remains.
+BY_ROLE = {
+    "test_m1_the_answer_of_messages_render_carries_the_priority",
+    "test_m4_each_route_that_ignores_the_header_gets_the_member",
+}
+
+
+@pytest.fixture(scope="module")
+def _sidecars(
+    envoy: Path, _upstream: RecordingUpstream, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SidecarFactory]:
+    yield from run_sidecars(GatewayProxy, envoy, _upstream, tmp_path_factory)
+
+
+TestBody = cases(test_body, GATEWAYS_OWN)
+TestMeaning = cases(test_meaning, GATEWAYS_OWN | BY_ROLE)
+TestTransport = cases(test_transport, GATEWAYS_OWN)
+
+
+@pytest.fixture(scope="module", params=[GatewayProxy, OlderGatewayProxy], ids=["since-1.9", "before-1.9"])
+def gateway(
+    request: pytest.FixtureRequest,
+    envoy: Path,
+    _upstream: RecordingUpstream,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[SidecarFactory]:
+    yield from run_sidecars(request.param, envoy, _upstream, tmp_path_factory)
+
+
+@pytest.mark.parametrize(
+    ("role", "target"),
+    [
+        ("render", RENDER), ("render", "/v1/completions/render"), ("render", "/v1/responses/render"),
+        ("engine", GENERATE), ("engine", "/cohere/v2/chat/render"),
+    ],
+)  # fmt: skip
+def test_each_path_of_the_role_gets_the_member(
+    gateway: SidecarFactory, upstream: RecordingUpstream, role: Role, target: str
+) -> None:
+    answer = call(gateway(role).address, target, b'{"a":1}', priority("-3"))
+    assert answer.applied == "-3; source=header; outcome=inserted"
+    assert_moved(upstream.only, b'{"a":1}', -3)
+    assert upstream.only.all("x-vllm-priority") == []
+
+
+def test_the_answer_of_messages_render_carries_the_priority(
+    gateway: SidecarFactory, upstream: RecordingUpstream
+) -> None:
+    upstream.handler = answering(response(b'{"token_ids":[1],"priority":0}'))
+    assert call(gateway().address, MESSAGES, b"{}", priority("7")).body == b'{"token_ids":[1],"priority":7}'
+
+
+@pytest.mark.parametrize("target", ["/v1/models", "/v1/chat/completions"])
+def test_another_path_does_not_meet_the_script(
+    gateway: SidecarFactory, upstream: RecordingUpstream, target: str
+) -> None:
+    answer = call(gateway().address, target, b"{}", priority("x"))
+    assert (answer.status, answer.applied) == (200, None)
+    assert upstream.only.all("x-vllm-priority") == ["x"]
