@@ -123,7 +123,7 @@ def validate(path: str, as_json: bool) -> None:
 @_admin
 @_control_plane
 @click.option("--access-log", metavar="FILE", default="/dev/stdout", show_default=True, help="Envoy's access log.")
-@click.option("--namespace", metavar="NAME", help="istio, envoy-gateway: of the objects. Default: kubectl's.")
+@click.option("--namespace", metavar="NAME", help="Of the objects for Istio and Envoy Gateway. Default: kubectl's.")
 @click.option(
     "--selector", multiple=True, metavar="KEY=VALUE",
     help="istio: a label of the pods; may be given several times. Default: vllm-priority.io/role=ROLE.",

@@ -6,7 +6,7 @@ Values are worked out here; the templates in envoy/ only place them.
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from ipaddress import ip_address
 from typing import Any, Self
@@ -72,7 +72,7 @@ _LABEL_VALUE = r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?"
 
 @dataclass(frozen=True)
 class Attachment:
-    """Which proxy that is not ours takes the filter: for the targets istio and envoy-gateway.
+    """Which proxy that is not ours takes the filter: for the targets from istio on.
 
     `namespace`: of the objects; None leaves it to kubectl. `selector`: labels of the pods whose Istio sidecars are
     meant; empty is `vllm-priority.io/role: ROLE`. `gateway`: NAME or NAMESPACE/NAME of the Gateway.
@@ -119,8 +119,8 @@ class Placement:
 
     @classmethod
     def default(cls, role: Role, target: str = "bootstrap") -> Self:
-        """The placement the commands use where nothing is named. A gateway reaches vLLM through a Service."""
-        upstream = DEFAULT_SERVICE if target == "envoy-gateway" else DEFAULT_UPSTREAM
+        """The placement the commands use where nothing is named. Some targets name vLLM by its Service."""
+        upstream = DEFAULT_SERVICE if target in {"istio-waypoint", "envoy-gateway"} else DEFAULT_UPSTREAM
         return cls(role, DEFAULT_LISTEN[role], upstream[role], DEFAULT_ADMIN[role])
 
 
@@ -257,6 +257,28 @@ def istio(policy: Policy, placement: Placement) -> list[Resource]:
     ]
 
 
+def istio_waypoint(policy: Policy, placement: Placement) -> list[Resource]:
+    """A TrafficExtension for the waypoint of the upstream, a Service: Istio 1.30 and later, whose own API this is.
+
+    BadInput where the upstream is no Service, or is in another namespace than the object.
+    """
+    service = _service(placement.upstream)
+    namespace = placement.attachment.namespace or service.get("namespace")
+    if service.get("namespace", namespace) != namespace:
+        raise BadInput(
+            f"--namespace: {namespace} is not where the Service is; allowed: {service['namespace']}, as for the Service"
+        )
+    attachment = replace(placement.attachment, namespace=namespace)
+    return [
+        _place(
+            "istio_waypoint",
+            metadata=_object_metadata(replace(placement, attachment=attachment)),
+            service=service["name"],
+            script=bundle(filter_settings(policy, placement.role, count_by_cluster=False)),
+        )
+    ]
+
+
 def envoy_gateway(policy: Policy, placement: Placement) -> list[Resource]:
     """An HTTPRoute for the edited paths, and the EnvoyExtensionPolicy that runs the script on it.
 
@@ -282,6 +304,7 @@ TARGETS: Mapping[str, Callable[[Policy, Placement], list[Resource]]] = {
     "bootstrap": lambda policy, placement: [bootstrap(policy, placement)],
     "xds": xds,
     "istio": istio,
+    "istio-waypoint": istio_waypoint,
     "envoy-gateway": envoy_gateway,
 }
 """Target name -> function of (policy, placement) that gives the documents to write."""

@@ -1,7 +1,7 @@
 """Policy in, each render target out: by role, for the built-in policy and for one that says much.
 
 The script is the same in all of them and long, so in tests/golden its settings stand for the whole of it.
-deploy/istio and deploy/envoy-gateway hold the whole: they are there to be applied.
+deploy/istio, deploy/istio-waypoint and deploy/envoy-gateway hold the whole: they are there to be applied.
 """
 
 import re
@@ -30,7 +30,7 @@ def golden_files() -> Mapping[str, Callable[[], str]]:
             for target in TARGETS:
                 file = "-".join(filter(None, (name, role, target)))
                 files[f"{_FOLDER}/{folder}/{file}.yaml"] = partial(_shortened, target, folder, role, name)
-    for target in ("istio", "envoy-gateway"):
+    for target in ("istio", "istio-waypoint", "envoy-gateway"):
         for role in ROLES:
             files[f"deploy/{target}/{role}.yaml"] = partial(_to_apply, target, role)
     return files
@@ -76,6 +76,6 @@ def _to_apply(target: str, role: Role) -> str:
     return (
         f"# The built-in policy. For one of your own:\n"
         f"#   vllm-priority config --role {role} --target {target} --policy policy.yaml\n"
-        f"# docs/{target}.md says what to put where. Made by `make golden`: edits are lost.\n"
+        f"# docs/{target.removesuffix('-waypoint')}.md says what to put where. Made by `make golden`: edits are lost.\n"
         + to_yaml(render(target, policy, Placement.default(role, target)))
     )

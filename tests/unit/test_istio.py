@@ -7,7 +7,7 @@ import pytest
 
 from control_plane.errors import BadInput
 from control_plane.policy import ROLES, Role, parse_policies
-from control_plane.render import Attachment, Placement, render
+from control_plane.render import Address, Attachment, Placement, render
 from tests.crd_schemas import problems
 from tests.integration.meshes import apply_envoy_filter
 
@@ -101,3 +101,39 @@ def test_it_counts_by_no_cluster_that_the_mesh_does_not_have() -> None:
     value = _envoy_filter()["spec"]["configPatches"][0]["patch"]["value"]
     assert '["count_by_cluster"] = false' in value["typed_config"]["default_source_code"]["inline_string"]
     assert value["typed_config"]["stat_prefix"] == "vllm_priority"
+
+
+def _traffic_extension(role: Role = "render", **changes: Any) -> dict[str, Any]:
+    placement = replace(Placement.default(role, "istio-waypoint"), **changes)
+    (document,) = render("istio-waypoint", parse_policies(POLICIES["rich"]).default, placement)
+    return document
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_a_waypoint_gets_the_script_for_the_traffic_of_one_service(role: Role) -> None:
+    document = _traffic_extension(role)
+    assert (document["apiVersion"], document["kind"]) == ("extensions.istio.io/v1alpha1", "TrafficExtension")
+    assert document["spec"]["targetRefs"] == [{"kind": "Service", "group": "", "name": f"vllm-{role}"}]
+    assert '["count_by_cluster"] = false' in document["spec"]["lua"]["inlineCode"]
+    assert "namespace" not in document["metadata"]
+
+
+def test_a_waypoints_script_is_within_what_istio_takes() -> None:
+    assert len(_traffic_extension()["spec"]["lua"]["inlineCode"]) <= 65536  # LuaConfig.inline_code's MaxLength
+
+
+@pytest.mark.parametrize(
+    ("host", "namespace", "found"),
+    [("vllm", "ml", "ml"), ("vllm.ml", None, "ml"), ("vllm.ml.svc.cluster.local", "ml", "ml")],
+)
+def test_a_traffic_extension_stands_beside_its_service(host: str, namespace: str | None, found: str) -> None:
+    document = _traffic_extension(upstream=Address(host, 8000), attachment=Attachment(namespace))
+    assert document["metadata"]["namespace"] == found
+    assert document["spec"]["targetRefs"][0]["name"] == "vllm"
+
+
+def test_a_traffic_extension_apart_from_its_service_is_refused() -> None:
+    with pytest.raises(BadInput, match="--namespace: ml is not where the Service is; allowed: serving"):
+        _traffic_extension(upstream=Address("vllm.serving", 8000), attachment=Attachment("ml"))
+    with pytest.raises(BadInput, match="--upstream: .* is no Service"):
+        _traffic_extension(upstream=Address("127.0.0.1", 8000))
