@@ -509,5 +509,5 @@ def _json(status: int, content: Any) -> Response:
 
 
 def _encoded(content: Any) -> bytes:
-    # ASCII: a lone surrogate from a file or a request would not encode as UTF-8.
+    # ASCII: a file's name that is no UTF-8 holds lone surrogates, which would not encode.
     return json.dumps(content, separators=(",", ":"), ensure_ascii=True).encode()

@@ -97,17 +97,23 @@ def streamed(policy_file: Path, chunks: AsyncIterator[bytes], **timing: float) -
 
     scope = {"type": "http", "method": "POST", "path": "/inject", "headers": [], "query_string": b""}
     asyncio.run(create_app(ServeSettings(policy_file, **timing))(scope, receive, send))  # type: ignore[arg-type]
+    assert [message.get("more_body") for message in sent][-2:] == [True, None], "the answer comes before its end"
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
 
 
-def test_an_endless_body_is_refused_at_the_limit(policy_file: Path) -> None:
+def test_an_endless_body_is_refused_at_the_limit_and_its_sender_can_read_the_answer(policy_file: Path) -> None:
+    megabytes = 0
+
     async def endless() -> AsyncIterator[bytes]:
+        nonlocal megabytes
         while True:
             await asyncio.sleep(0.01)
+            megabytes += 1
             yield b"x" * 2**20
 
     status, body = streamed(policy_file, endless())
     assert (status, b"too large" in body) == (413, True)
+    assert megabytes > 5, "closing at once, with bytes unread, resets the connection and loses the answer"
 
 
 def test_a_body_that_never_ends_to_arrive_is_given_up(policy_file: Path) -> None:
@@ -248,6 +254,13 @@ def test_a_mended_edit_is_served_and_the_problem_is_gone(client: TestClient, pol
         assert reload(client) is loaded
     assert client.get("/readyz").json()["problems"] == []
     assert "vllm_priority_control_plane_policy_broken 0.0" in client.get("/metrics").text
+
+
+def test_a_file_whose_name_is_no_utf_8_is_served(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"policy-\xff.yaml")
+    path.write_text("default: 1\n")
+    with TestClient(create_app(ServeSettings(path, reload_seconds=3600))) as client:
+        assert client.get("/readyz").json()["policy"]["file"] == str(path)
 
 
 def test_a_file_that_is_wrong_at_the_start_is_not_served_at_all(tmp_path: Path) -> None:
