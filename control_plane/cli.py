@@ -329,9 +329,14 @@ def _print_explanation(found: Explanation, policy: Policy) -> None:
 @click.option("--api-key", metavar="KEY", envvar="VLLM_API_KEY", help="vLLM's --api-key. Default: $VLLM_API_KEY.")
 @click.option("--header", default="x-vllm-priority", show_default=True, help="The request header to try.")
 @click.option("--model", help="As vLLM serves it. Default: the first that it lists.")
+@click.option("--priority", type=int, default=-10, show_default=True, help="The urgent priority to try: below 0.")
 @click.option(
     "--timeout", type=click.FloatRange(0.1, 600), default=10, show_default=True, help="Seconds for an answer."
 )
+@click.option(
+    "--queue-timeout", type=click.FloatRange(0.1, 600), default=20, show_default=True,
+    help="Seconds for a change in the queue.",
+)  # fmt: skip
 @click.option(
     "--max-fill", type=click.IntRange(1, 1024), default=8, show_default=True,
     help="Most long requests to send where an engine runs several at a time.",
@@ -343,7 +348,9 @@ def doctor(
     api_key: str | None,
     header: str,
     model: str | None,
+    priority: int,
     timeout: float,
+    queue_timeout: float,
     max_fill: int,
     as_json: bool,
 ) -> None:
@@ -356,7 +363,9 @@ def doctor(
         api_key=api_key,
         header=header,
         model=model,
+        priority=priority,
         timeout=timeout,
+        queue_timeout=queue_timeout,
         max_fill=max_fill,
     )
     report = asyncio.run(examination.examine(settings, lambda line: click.echo(line, err=True)))

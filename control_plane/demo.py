@@ -5,6 +5,7 @@ questions.
 """
 
 import asyncio
+import json
 import socket
 import sys
 import time
@@ -20,7 +21,7 @@ from rich.text import Text
 from control_plane.doctor import STYLES, DoctorSettings, Report, Row, examine
 from control_plane.policy import Policy, Role
 from control_plane.render import Address, Placement, bootstrap
-from control_plane.sidecar import Sidecar, envoy_version, find_envoy
+from control_plane.sidecar import Sidecar, envoy_version
 from control_plane.simulator import SimulatorSettings, run
 
 _HOST = "127.0.0.1"
@@ -29,25 +30,25 @@ _HOST = "127.0.0.1"
 _SAME_EITHER_WAY = frozenset({"reachable", "version", "model", "scale-out", "scheduling policy"})
 
 
-def run_demo(envoy: str | None = None, console: Console | None = None) -> int:
+def run_demo(envoy: Path, *, as_json: bool = False, console: Console | None = None) -> int:
     """Prints both halves on `console` (default: stdout) and progress on stderr; 0 where the sidecars cure the fault.
 
-    `envoy` is what `find_envoy` takes. EnvoyError where Envoy is missing or does not start.
+    As JSON: {exit_status, conclusion, straight, through_sidecar}, the last two as the doctor's. EnvoyError where
+    Envoy does not start.
     """
     say = _progress()
-    program = find_envoy(envoy)
     with ExitStack() as parts:
         say("starting two simulated vLLM servers: a render server, and an engine with one slot")
         servers: dict[Role, str] = {
             "render": parts.enter_context(run(SimulatorSettings(kind="render"))),
             "engine": parts.enter_context(run(SimulatorSettings(kind="engine"))),
         }
-        say(f"starting a sidecar in front of each: Envoy {envoy_version(program)}")
+        say(f"starting a sidecar in front of each: Envoy {envoy_version(envoy)}")
         logs = Path(parts.enter_context(TemporaryDirectory(prefix="vllm-priority-demo-")))
         sidecars: dict[Role, str] = {}
         for role, url in servers.items():
             placement = _placement(role, url, logs)
-            parts.enter_context(Sidecar(bootstrap(Policy(), placement), program))
+            parts.enter_context(Sidecar(bootstrap(Policy(), placement), envoy))
             sidecars[role] = f"http://{placement.listen}"
         say("asking the servers straight: the fault")
         fault = _examine(servers)
@@ -55,6 +56,10 @@ def run_demo(envoy: str | None = None, console: Console | None = None) -> int:
         cure = _examine(sidecars)
     sentence, status = conclusion(fault, cure)
     say("done")
+    if as_json:
+        halves = {"straight": fault.to_json(), "through_sidecar": cure.to_json()}
+        print(json.dumps({"exit_status": status, "conclusion": sentence, **halves}))
+        return status
     shown = console or Console()
     shown.print(side_by_side(fault, cure))
     shown.print(Text(sentence), soft_wrap=True)

@@ -161,7 +161,7 @@ STYLES: dict[Verdict, str] = {
 
 def table(report: Report) -> Table:
     """The report for a terminal: one row a check, each with its verdict and its next step."""
-    shown = Table(show_lines=True, expand=False)
+    shown = Table(show_lines=True, caption=Text(report.summary), caption_justify="left", caption_style="bold")
     for title, least in (("check", 12), ("verdict", 7), ("what was seen", 20), ("next step", 12)):
         shown.add_column(title, overflow="fold", min_width=least)
     above = ""

@@ -1,6 +1,7 @@
 """The doctor and the demo through real Envoys: the cure is seen, and so is what a policy does to a priority."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,13 +42,20 @@ def row(report: Report, check: str) -> Row:
 def test_the_demo_shows_the_fault_and_its_cure(envoy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(width=200)
     with console.capture() as printed:
-        assert run_demo(str(envoy), console) == 0
+        assert run_demo(envoy, console=console) == 0
     text = printed.get()
     assert "through the sidecar in none" in text
     assert "none 0; header 0; body -10; both 3" in text
     progress = capsys.readouterr().err.splitlines()
     assert [line for line in progress if "the fault" in line or "the cure" in line]
     assert all(line.startswith("demo ") for line in progress)
+
+
+def test_the_demo_says_the_same_to_a_machine(envoy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_demo(envoy, as_json=True) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [shown[half]["exit_status"] for half in ("straight", "through_sidecar")] == [1, 0]
+    assert shown["exit_status"] == 0
 
 
 def test_through_sidecars_no_priority_is_lost(sidecar: SidecarFactory, render_server: Address) -> None:

@@ -1,11 +1,13 @@
 """The demo's own judgement: it succeeds only where the fault is shown and the sidecars cure it."""
 
+from pathlib import Path
+
 import pytest
 from rich.console import Console
 
 from control_plane import demo
 from control_plane.doctor import Report, Row, Verdict
-from control_plane.errors import BadInput
+from control_plane.errors import EnvoyError
 
 
 def report(**verdicts: Verdict) -> Report:
@@ -44,7 +46,7 @@ def test_both_halves_stand_in_one_table() -> None:
     assert "reachable" not in text, "what is the same either way is left out"
 
 
-def test_an_envoy_that_is_not_there_is_bad_input_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(BadInput, match="--envoy"):
-        demo.run_demo("/no/such/envoy")
-    assert capsys.readouterr() == ("", "")
+def test_a_program_that_is_no_envoy_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(EnvoyError, match="does not answer --version like an Envoy"):
+        demo.run_demo(Path("/bin/true"))
+    assert capsys.readouterr().out == ""

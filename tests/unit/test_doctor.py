@@ -337,5 +337,5 @@ def test_the_table_has_each_check_with_its_verdict_even_on_a_narrow_terminal(fau
     with console.capture() as printed:
         console.print(doctor.table(fault))
     text = printed.get()
-    assert text.count("lost") == [row.verdict for row in fault.rows].count("lost")
+    assert text.count("│ lost") == [row.verdict for row in fault.rows].count("lost")
     assert max(map(len, text.splitlines())) <= 80
