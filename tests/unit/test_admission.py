@@ -548,6 +548,11 @@ def test_the_sidecar_is_ready_by_its_health_listener_and_alive_without_vllm():
     assert "startupProbe" not in sidecar, "a native sidecar would hold vLLM back until vLLM is up"
 
 
+def test_the_sidecar_shares_nothing_with_another_envoy_in_the_pod():
+    """Hot restart's socket and shared memory are the pod's: Istio's Envoy has the same by default."""
+    assert "--disable-hot-restart" in sidecar_of(change(make_pod()).pod)["args"]
+
+
 def test_a_native_sidecar_outlives_vllm_by_itself():
     pod = change(make_pod()).pod
     assert "lifecycle" not in sidecar_of(pod)
