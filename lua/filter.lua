@@ -7,6 +7,7 @@ local settings, json_edit, priority = ...
 
 local tonumber, tostring = tonumber, tostring
 local find, rep = string.find, string.rep
+local concat, min = table.concat, math.min
 
 local HEADER, REPORT, MEMBER, NAMESPACE = settings.header, settings.report_header, "priority", "vllm_priority"
 local MAX_BODY = settings.max_body_bytes
@@ -123,6 +124,30 @@ local function late_refusal(editor, received, is_default)
   end
 end
 
+-- Bytes that are copied out of Envoy at a time. LuaJIT asks the kernel anew for each string of 128 KiB and more.
+local PIECE = 65536
+
+-- The bytes to pass on in place of a chunk, or nil where it stays as it is.
+local function edited_bytes(editor, chunk, size)
+  if size <= PIECE then
+    return json_edit.feed(editor, chunk:getBytes(0, size))
+  end
+  -- Envoy joins a chunk's slices up to the last byte that is asked for: once and not for every piece.
+  chunk:getBytes(size - 1, 1)
+  local parts = nil
+  for offset = 0, size - 1, PIECE do
+    local bytes = chunk:getBytes(offset, min(PIECE, size - offset))
+    local new = json_edit.feed(editor, bytes)
+    if new and not parts then
+      parts = { offset > 0 and chunk:getBytes(0, offset) or "" }
+    end
+    if parts then
+      parts[#parts + 1] = new or bytes
+    end
+  end
+  return parts and concat(parts)
+end
+
 local function edit_request(handle, headers, verdict)
   local is_default = verdict == default
   local length = headers:get("content-length")
@@ -130,8 +155,7 @@ local function edit_request(handle, headers, verdict)
   if length == 0 then
     return tell(handle, "not_json", nil)
   end
-  local member = json_edit.member(MEMBER, verdict.text)
-  local growth = json_edit.growth(member, not settings.reject_unmovable)
+  local growth = json_edit.growth(json_edit.member(MEMBER, verdict.text), not settings.reject_unmovable)
   if length then
     headers:replace("content-length", tostring(length + growth))
   end
@@ -139,22 +163,21 @@ local function edit_request(handle, headers, verdict)
     headers:remove(HEADER)
   end
 
-  local editor, refusal = nil, nil
+  local editor = json_edit.new(MEMBER, verdict.text, length, growth, is_default)
+  local refusal = nil
   local received = 0
   for chunk in handle:bodyChunks() do
     local size = chunk:length()
     if size > 0 then
       received = received + size
-      local bytes = chunk:getBytes(0, size)
-      editor = editor or json_edit.new(MEMBER, verdict.text, length, growth, is_default)
-      local new = json_edit.feed(editor, bytes)
+      local new = edited_bytes(editor, chunk, size)
       if refusal then
-        new = length and rep(SPOIL, #(new or bytes)) or ""
+        new = length and rep(SPOIL, new and #new or size) or ""
       else
         refusal = late_refusal(editor, received, is_default)
         if refusal then
           refuse_late(handle, refusal[1], refusal[2], refusal[3], HEADER)
-          new = length and rep(SPOIL, #(new or bytes)) or SPOIL
+          new = length and rep(SPOIL, new and #new or size) or SPOIL
         end
       end
       if new then
@@ -167,7 +190,7 @@ local function edit_request(handle, headers, verdict)
     end
   end
   if not refusal then
-    tell_result(handle, editor and json_edit.result(editor), verdict)
+    tell_result(handle, json_edit.result(editor), verdict)
   end
 end
 
@@ -266,7 +289,7 @@ local function edit_answer(handle, headers, metadata)
   for chunk in handle:bodyChunks() do
     local size = chunk:length()
     if size > 0 then
-      local new = json_edit.feed(editor, chunk:getBytes(0, size))
+      local new = edited_bytes(editor, chunk, size)
       if new then
         chunk:setBytes(new)
       end
