@@ -55,7 +55,7 @@ end
 --   wide    true: the filler must fit a UTF-16 or UTF-32 text, should it be one
 function json_edit.growth(member, wide)
   local growth = #member + 1
-  return wide and growth + (-growth) % 4 or growth
+  return wide and growth + -growth % 4 or growth
 end
 
 -- A new editor.
