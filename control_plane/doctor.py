@@ -133,7 +133,7 @@ class Report:
         if lost:
             return f"A priority is lost: {', '.join(lost)}."
         if failed:
-            return f"A priority cannot be used: {', '.join(failed)}."
+            return f"A check fails: {', '.join(failed)}."
         return f"No priority is lost{'; not decided: ' + ', '.join(unsure) if unsure else ''}."
 
     def to_json(self) -> dict[str, Any]:
