@@ -190,7 +190,7 @@ class ControlPlane:
         if self.process.poll() is not None:
             pytest.fail(f"the control plane ended: {(self.folder / 'log').read_text()}")
         with contextlib.suppress(httpx.TransportError):
-            return httpx.get(f"http://127.0.0.1:{self.port}/readyz").status_code == 200
+            return httpx.get(f"http://127.0.0.1:{self.port}/readyz", trust_env=False).status_code == 200
         return False
 
     def follow(self) -> None:
@@ -225,10 +225,10 @@ class ControlPlane:
         body = {"node": node, "type_url": "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig"}
         path = "/v3/discovery:extension_configs"
         if self.process is not None:
-            answer = httpx.post(f"http://127.0.0.1:{self.port}{path}", json=body).json()
+            answer = httpx.post(f"http://127.0.0.1:{self.port}{path}", json=body, trust_env=False).json()
             return str(answer["version_info"])
         with self._forwarded() as port:
-            return str(httpx.post(f"http://127.0.0.1:{port}{path}", json=body).json()["version_info"])
+            return str(httpx.post(f"http://127.0.0.1:{port}{path}", json=body, trust_env=False).json()["version_info"])
 
     @contextlib.contextmanager
     def _forwarded(self) -> Iterator[int]:

@@ -39,7 +39,7 @@ def sidecar(envoy: Path, folder: Path, upstream: int) -> Iterator[tuple[str, str
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline and process.poll() is None:
             with contextlib.suppress(httpx.TransportError):
-                httpx.get(f"http://{health}/ready")
+                httpx.get(f"http://{health}/ready", trust_env=False)
                 break
             time.sleep(0.05)
         yield f"http://{listen}", f"http://{health}"
@@ -59,7 +59,7 @@ def urls(
 def becomes(url: str, status: int) -> bool:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if httpx.get(url).status_code == status:
+        if httpx.get(url, trust_env=False).status_code == status:
             return True
         time.sleep(0.1)
     return False
@@ -78,8 +78,8 @@ def test_it_is_not_ready_while_nothing_listens_upstream(envoy: Path, tmp_path: P
 def test_the_outcomes_are_counted_where_prometheus_looks(urls: tuple[str, str]) -> None:
     listen, health = urls
     body = {"messages": [{"role": "user", "content": "x"}]}
-    httpx.post(f"{listen}/v1/chat/completions/render", json=body, headers={"x-vllm-priority": "5"})
-    answer = httpx.get(f"{health}/stats/prometheus")
+    httpx.post(f"{listen}/v1/chat/completions/render", json=body, headers={"x-vllm-priority": "5"}, trust_env=False)
+    answer = httpx.get(f"{health}/stats/prometheus", trust_env=False)
     assert answer.status_code == 200
     counted = [line for line in answer.text.splitlines() if "vllm_priority_inserted" in line and line.endswith(" 1")]
     assert counted

@@ -1,0 +1,73 @@
+"""What `helm test` runs in the cluster, run here: the chart's script and certificate, and a real control plane."""
+
+import base64
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from control_plane.render import Address
+from tests.helm import CHART, documents, find, template
+
+from .test_control_plane import ControlPlane, free_port
+
+
+@dataclass
+class Installed:
+    """A control plane that serves what the chart made for it."""
+
+    base: str
+    inject: str
+    ca: str
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
+    folder, port = tmp_path_factory.mktemp("installed"), free_port()
+    url = f"https://127.0.0.1:{port}/inject"
+    objects = documents(template({"webhook": {"url": url}, "policy": {"default": 3}}))
+    data = {name: base64.b64decode(text) for name, text in find(objects, "Secret")[0]["data"].items()}
+    for name in ("tls.crt", "tls.key"):
+        (folder / name).write_bytes(data[name])
+    (config,) = find(objects, "ConfigMap")
+    (folder / "policy.yaml").write_text(config["data"]["policy.yaml"])
+    tls = {"tls_listen": Address("127.0.0.1", port), "tls_cert": folder / "tls.crt", "tls_key": folder / "tls.key"}
+    with ControlPlane(folder / "policy.yaml", **tls) as control_plane:
+        yield Installed(f"http://{control_plane.address}", url, data["ca.crt"].decode())
+
+
+def helm_test(base: str, inject: str | None, ca: str) -> subprocess.CompletedProcess[str]:
+    environment = {"CONTROL_PLANE_URL": base, "PATH": "/usr/bin:/bin"}
+    if inject:
+        environment |= {"INJECT_URL": inject, "CA_BUNDLE": ca}
+    # As the pod has it: the script as an argument, from the image's own Python.
+    command = [sys.executable, "-c", (CHART / "files" / "connection_test.py").read_text()]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
+def test_it_passes_on_a_control_plane_that_works(installed: Installed) -> None:
+    done = helm_test(installed.base, installed.inject, installed.ca)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["ok", "ok", "ok"]
+
+
+def test_without_a_webhook_it_asks_for_no_injection(installed: Installed) -> None:
+    done = helm_test(installed.base, None, "")
+    assert (done.returncode, len(done.stdout.splitlines())) == (0, 2)
+
+
+def test_it_fails_where_the_certificate_is_not_of_that_ca(installed: Installed) -> None:
+    other = base64.b64decode(find(documents(template()), "Secret")[0]["data"]["ca.crt"]).decode()
+    done = helm_test(installed.base, installed.inject, other)
+    assert done.returncode == 1
+    assert "FAILED  the control plane injects a sidecar" in done.stdout
+    assert "CERTIFICATE_VERIFY_FAILED" in done.stdout
+
+
+def test_it_fails_with_a_line_where_nothing_answers() -> None:
+    done = helm_test(f"http://127.0.0.1:{free_port()}", None, "")
+    assert done.returncode == 1
+    assert done.stdout.count("FAILED") == 2
+    assert "Traceback" not in done.stdout + done.stderr

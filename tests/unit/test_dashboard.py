@@ -1,0 +1,54 @@
+"""The dashboard asks for metrics that there are."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from control_plane.app import ServeSettings, create_app
+from control_plane.render import OUTCOMES
+from tests.golden.dashboard import LOST, REFUSED, dashboard
+from tests.pem import write_pair
+
+
+@pytest.fixture(scope="module")
+def panels() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(dashboard())["panels"]
+    return found
+
+
+def expressions(panels: list[dict[str, Any]]) -> list[str]:
+    return [target["expr"] for panel in panels for target in panel["targets"]]
+
+
+def test_the_control_plane_has_every_metric_that_is_asked_for(panels: list[dict[str, Any]], tmp_path: Path) -> None:
+    (tmp_path / "policy.yaml").write_text("{}")
+    cert, key = write_pair(tmp_path)
+    client = TestClient(create_app(ServeSettings(tmp_path / "policy.yaml", tls_cert=cert, tls_key=key)))
+    there = set(re.findall(r"(?m)^# TYPE (\S+)", client.get("/metrics").text))
+    asked = {name for text in expressions(panels) for name in re.findall(r"vllm_priority_control_plane_\w+", text)}
+    assert asked
+    assert {name.removesuffix("_bucket") for name in asked} <= there
+
+
+def test_every_outcome_is_shown(panels: list[dict[str, Any]]) -> None:
+    (panel,) = (panel for panel in panels if panel["title"] == "Requests by outcome")
+    assert [target["legendFormat"] for target in panel["targets"]] == list(OUTCOMES)
+    assert {*REFUSED, *LOST} <= set(OUTCOMES)
+
+
+def test_panels_do_not_overlap_and_fit(panels: list[dict[str, Any]]) -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert at["x"] + at["w"] <= 24
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+def test_numbers_and_names_are_unique(panels: list[dict[str, Any]]) -> None:
+    assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
