@@ -21,6 +21,7 @@ KEEP_ALIVE_SECONDS = 75
 connection, and none is closed just as the next poll is sent on it."""
 
 HEAD_SECONDS = 10.0
+SEND_SECONDS = 30.0
 MAX_HEAD_BYTES = 64 * 1024
 DRAIN_SECONDS = 10
 
@@ -131,7 +132,11 @@ class _Protocol(HttpToolsProtocol):
             self._head_timer = None
 
     def _head_is_late(self) -> None:
-        self.transport.abort()
+        if self.flow.read_paused:
+            # Pipelined requests: the rest of this head waits for us, not we for it.
+            self._start_head_timer()
+        else:
+            self.transport.abort()
 
 
 def _bind(address: Address) -> socket.socket:
@@ -139,6 +144,9 @@ def _bind(address: Address) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # A client that reads nothing of its answer is given up by the kernel (tcp(7)); macOS has no such option.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_SECONDS * 1000))
         sock.bind((address.host, address.port))
     except OSError as error:
         sock.close()

@@ -363,10 +363,10 @@ def exchange(address: Address, *pieces: bytes, pause: float = 0.0) -> bytes:
 
 @pytest.fixture(scope="module")
 def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    """A control plane that waits half a second for a request's head and for its body."""
+    """A control plane that waits half a second for a request's head, for its body, and for its answer to be read."""
     path = tmp_path_factory.mktemp("impatient") / "policy.yaml"
     set_default(path, 1)
-    with ControlPlane(path, setup="server.HEAD_SECONDS = 0.5", body_seconds=0.5) as plane:
+    with ControlPlane(path, setup="server.HEAD_SECONDS = server.SEND_SECONDS = 0.5", body_seconds=0.5) as plane:
         yield plane
 
 
@@ -432,6 +432,20 @@ def test_an_endless_head_is_cut_off(impatient: ControlPlane) -> None:
     assert exchange(impatient.address, b"GET / HTTP/1.1\r\n", *[lines] * 100) == b""
     assert exchange(impatient.address, b"GET / HTTP/1.1\r\nx-a: ", *[b"y" * 2**20] * 100) == b""
     assert resident(impatient.process.pid) - memory < 6 * MAX_BODY_BYTES
+
+
+def test_a_client_that_reads_nothing_is_given_up(impatient: ControlPlane) -> None:
+    assert impatient.process is not None
+    connections = open_files(impatient.process.pid)
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect((impatient.address.host, impatient.address.port))
+        sock.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n" * 1500)
+        until(lambda: open_files(impatient.process.pid) <= connections, "the end of the connection")  # type: ignore[union-attr]
+
+
+def open_files(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
 def test_endless_trailers_are_not_kept(impatient: ControlPlane) -> None:
