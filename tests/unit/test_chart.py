@@ -122,7 +122,7 @@ def test_nothing_may_ask_the_api_unless_services_may_be_read(rendered: dict[str,
         assert bool(roles) == (name.startswith("read-services") or name == "everything-set")
         for role in roles:
             for rule in role.get("rules", []):
-                assert rule == {"apiGroups": [""], "resources": ["services"], "verbs": ["get", "list", "watch"]}
+                assert rule == {"apiGroups": [""], "resources": ["services"], "verbs": ["list"]}
     assert {r["metadata"].get("namespace") for r in find(rendered["read-services-namespaces"], "Role")} == {"ml", "web"}
     assert not find(rendered["read-services-namespaces"], "ClusterRole")
 
