@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from control_plane.admission import InjectorSettings, review
 from control_plane.certificates import Certificate
 from control_plane.errors import BadInput, PriorityError
-from control_plane.fleet import Fleet, Standing
+from control_plane.fleet import Fleet, Report, Standing
 from control_plane.policy import ROLES, load_policies
 from control_plane.render import Address
 from control_plane.services import Services
@@ -285,7 +285,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
                 "total": sum(counts.values()),
                 **counts,
                 "now": now,
-                "sidecars": [asdict(report) for report in reports],
+                "sidecars": [{name: getattr(report, name) for name in _REPORTED} for report in reports],
             },
         )
 
@@ -411,6 +411,7 @@ class _Front:
             await _send_line(send, 404, answer.reason)
 
 
+_REPORTED = tuple(entry.name for entry in fields(Report))
 _DISCOVERY = "/v3/discovery:"
 _NOT_MODIFIED: Message = {"type": "http.response.start", "status": 304, "headers": []}
 _END: Message = {"type": "http.response.body", "body": b""}

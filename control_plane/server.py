@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import logging
 import resource
 import signal
@@ -31,6 +32,9 @@ def serve(settings: ServeSettings) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     app = create_app(settings)
+    # What the start left lives as long as the process: looking at it again would only hold polls up.
+    gc.collect()
+    gc.freeze()
     certificate = app.state.certificate
     listeners = [(settings.listen, None)] + ([(settings.tls_listen, certificate.context)] if certificate else [])
     _raise_open_files()
