@@ -55,6 +55,11 @@ def test_nothing_is_compiled_at_run_time(built: Path) -> None:
     assert compiled() == before
 
 
+def test_the_chart_s_hook_finds_its_python(built: Path) -> None:
+    environment = {"PATH": f"{built}/opt/vllm-priority/bin"}
+    subprocess.run(["python", "-c", "import time; time.sleep(0)"], env=environment, check=True, timeout=60)
+
+
 def test_there_is_no_pip_in_it(built: Path) -> None:
     assert not list((built / "opt" / "vllm-priority").rglob("pip"))
 

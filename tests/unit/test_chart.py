@@ -1,6 +1,7 @@
 """The Helm chart, rendered and judged by helm itself, kubernetes-validate, and the policy's own parser."""
 
 import base64
+import json
 import re
 import subprocess
 import tomllib
@@ -363,3 +364,25 @@ def test_the_packaged_chart_renders_the_same(tmp_path: Path) -> None:
     assert documents(template(values, chart=package)) == documents(template(values))
     listed = subprocess.run(["tar", "tzf", str(package)], capture_output=True, text=True, check=True).stdout
     assert "vllm-priority/values.schema.json" in listed
+
+
+@pytest.mark.parametrize(
+    ("values", "there", "not_there"),
+    [
+        ({}, ["helm test", "vllm-priority.io/inject", "start WITHOUT a sidecar"], ["older than 1.21", "No Pod"]),
+        ({"webhook": {"failurePolicy": "Fail"}}, [], ["start WITHOUT", "With one replica"]),
+        ({"webhook": {"failurePolicy": "Fail"}, "replicas": 1}, ["With one replica"], []),
+        ({"webhook": {"enabled": False}}, ["vllm-priority inject -f"], ["kubectl patch", "injects"]),
+        ({"monitoring": {"podMonitor": True}}, ["No PodMonitor was made"], ["No ServiceMonitor"]),
+    ],
+)
+def test_the_notes_say_what_comes_next(values: dict[str, Any], there: list[str], not_there: list[str]) -> None:
+    notes = install_notes(values)
+    assert [text for text in there if text not in notes] == []
+    assert [text for text in not_there if text in notes] == []
+
+
+def install_notes(values: dict[str, Any]) -> str:
+    set_flags = [f"--set-json={key}={json.dumps(value)}" for key, value in values.items()]
+    shown = helm("install", RELEASE, CHART, "--namespace", NAMESPACE, "--dry-run=client", *set_flags)
+    return shown.partition("NOTES:")[2]
