@@ -4,17 +4,20 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 from rich.console import Console
 
 from control_plane import __version__, sidecar
+from control_plane.admission import DEFAULT_RESOURCES, ENVOY_IMAGE, REDIRECT_IMAGE, InjectorSettings
 from control_plane.errors import BadInput, PolicyError, PriorityError
 from control_plane.explain import Explanation, explain
+from control_plane.inject import inject_stream, uninject_stream
+from control_plane.pod import parse_resources
 from control_plane.policy import ROLES, Policies, Policy, Role, load_policies
 from control_plane.render import (
     TARGETS,
@@ -384,6 +387,142 @@ def demo(envoy: str | None, as_json: bool) -> None:
     from control_plane.demo import run_demo
 
     sys.exit(run_demo(sidecar.find_envoy(envoy), as_json=as_json))
+
+
+# How injected sidecars are set up: the same for the webhook and for files.
+_INJECTOR_OPTIONS = (
+    click.option("--sidecar-image", metavar="IMAGE", default=ENVOY_IMAGE, show_default=True, help="Envoy's image."),
+    click.option("--redirect-image", metavar="IMAGE", default=REDIRECT_IMAGE, help="Has nft, for redirect mode."),
+    click.option("--sidecar-resources", metavar="JSON", help='Such as {"requests": {"cpu": "100m"}}.'),
+    click.option("--sidecar-concurrency", type=click.IntRange(1, 1024), default=2, show_default=True, help="Workers."),
+    click.option(
+        "--sidecar-uid", metavar="UID|none", default="65532", show_default=True,
+        help="Its user. none: the cluster's choice, as on OpenShift; then there is no redirect mode.",
+    ),
+    click.option(
+        "--sidecar-listen-host", metavar="HOST", default="0.0.0.0", show_default=True, help=":: for IPv6 as well."
+    ),
+    click.option(
+        "--native", type=click.Choice(["auto", "true", "false"]), default="auto", show_default=True,
+        help="Restartable init container. auto: from Kubernetes 1.33 on, as --kubernetes-version says.",
+    ),
+    click.option("--kubernetes-version", metavar="VERSION", help="Such as 1.33. Default: unknown, a plain container."),
+    click.option("--control-plane", metavar="HOST:PORT", help="Where injected sidecars ask for policy changes."),
+    click.option(
+        "--drain-seconds", type=click.IntRange(0, 3600), default=5, show_default=True,
+        help="How long vLLM goes on serving once its pod began to stop.",
+    ),
+)  # fmt: skip
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+def _injector_options(command: _Command) -> _Command:
+    for option in reversed(_INJECTOR_OPTIONS):
+        command = option(command)
+    return command
+
+
+def _injector(options: Mapping[str, Any]) -> InjectorSettings:
+    uid, resources = options["sidecar_uid"], options["sidecar_resources"]
+    if uid != "none" and not (uid.isascii() and uid.isdigit() and 0 < int(uid) < 2**31):
+        raise BadInput(f"--sidecar-uid: {uid!r} is no user id; allowed: 1 to {2**31 - 1}, or none")
+    control_plane = options["control_plane"]
+    return InjectorSettings(
+        image=options["sidecar_image"],
+        redirect_image=options["redirect_image"],
+        resources=parse_resources(resources, "--sidecar-resources") if resources else DEFAULT_RESOURCES,
+        native={"auto": None, "true": True, "false": False}[options["native"]],
+        kubernetes_version=options["kubernetes_version"],
+        control_plane=Address.parse(control_plane, "--control-plane") if control_plane else None,
+        numeric_services=options.get("numeric_services", "warn"),
+        uninjectable=options.get("uninjectable", "refuse"),
+        own_namespace=options.get("own_namespace"),
+        uid=None if uid == "none" else int(uid),
+        listen_host=options["sidecar_listen_host"],
+        concurrency=options["sidecar_concurrency"],
+        drain_seconds=options["drain_seconds"],
+    )
+
+
+@cli.command(
+    name="inject",
+    epilog=_example(
+        "vllm-priority inject -f deployment.yaml | kubectl apply -f -\n"
+        "helm template my-vllm ./chart | vllm-priority inject -f - --policy policy.yaml\n"
+        "vllm-priority inject -f injected.yaml --uninject > deployment.yaml"
+    ),
+)
+@click.option("-f", "--file", "path", metavar="FILE|-", required=True, help="Manifests, YAML or JSON. -: stdin.")
+@click.option("--uninject", is_flag=True, help="Take sidecars out again.")
+@_policy_file
+@_injector_options
+def inject(path: str, uninject: bool, policy: str | None, **options: Any) -> None:
+    """Put sidecars into manifests, without a cluster. What is not touched keeps its bytes."""
+    settings = _injector(options)
+    try:
+        text = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode()
+    except OSError as error:
+        raise BadInput(f"-f: {path}: cannot be read: {error.strerror}; allowed: a file, or -") from None
+    except UnicodeDecodeError:
+        raise BadInput(f"-f: {path}: not UTF-8 text; allowed: manifests in YAML or JSON") from None
+    written, notes = uninject_stream(text) if uninject else inject_stream(text, _policies(policy), settings)
+    for note in notes:
+        click.echo(f"vllm-priority inject: {note}", err=True)
+    sys.stdout.buffer.write(written.encode())
+    sys.stdout.buffer.flush()
+
+
+@cli.command(
+    epilog=_example(
+        "vllm-priority serve --policy policy.yaml --listen 127.0.0.1:8080\n"
+        "vllm-priority serve --policy policy.yaml --tls-cert tls.crt --tls-key tls.key"
+    )
+)
+@click.option("--policy", metavar="FILE", required=True, help="Policy in YAML; changes are taken up as they come.")
+@click.option("--listen", metavar="HOST:PORT", default="0.0.0.0:8080", show_default=True, help="Plain HTTP.")
+@click.option("--tls-listen", metavar="HOST:PORT", default="0.0.0.0:8443", show_default=True, help="The same over TLS.")
+@click.option(
+    "--tls-cert", metavar="FILE", help="PEM; reloaded when it changes."
+)
+@click.option("--tls-key", metavar="FILE", help="PEM.")
+@click.option("--read-services", is_flag=True, help="Ask Kubernetes for the Services of a pod's namespace.")
+@click.option(
+    "--numeric-services", type=click.Choice(["warn", "redirect"]), default="warn", show_default=True,
+    help="Where a Service targets vLLM's port by number, which passes a sidecar by.",
+)  # fmt: skip
+@click.option(
+    "--uninjectable", type=click.Choice(["refuse", "skip"]), default="refuse", show_default=True,
+    help="A pod that asks for a sidecar and cannot have one.",
+)  # fmt: skip
+@click.option("--own-namespace", metavar="NAME", help="Pods there are left alone.")
+@_injector_options
+def serve(
+    policy: str,
+    listen: str,
+    tls_listen: str,
+    tls_cert: str | None,
+    tls_key: str | None,
+    read_services: bool,
+    **options: Any,
+) -> None:
+    """Serve the policy to running sidecars, and put sidecars into pods."""
+    from control_plane.app import ServeSettings
+    from control_plane.server import serve as run_server
+
+    if (tls_cert is None) != (tls_key is None):
+        raise BadInput("--tls-cert and --tls-key go together; allowed: both, or neither")
+    run_server(
+        ServeSettings(
+            policy=Path(policy),
+            listen=Address.parse(listen, "--listen"),
+            tls_listen=Address.parse(tls_listen, "--tls-listen"),
+            tls_cert=Path(tls_cert) if tls_cert else None,
+            tls_key=Path(tls_key) if tls_key else None,
+            injector=_injector(options),
+            read_services=read_services,
+        )
+    )
 
 
 def _write(path: Path, text: str) -> None:
