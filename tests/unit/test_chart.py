@@ -15,6 +15,8 @@ import yaml
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from control_plane.cli import _injector as injector_settings
+from control_plane.cli import cli
 from control_plane.policy import parse_policies
 from tests.golden.chart import OWN_CA, VARIANTS, value_comments
 from tests.golden.chart import rendered as golden_rendered
@@ -386,3 +388,14 @@ def install_notes(values: dict[str, Any]) -> str:
     set_flags = [f"--set-json={key}={json.dumps(value)}" for key, value in values.items()]
     shown = helm("install", RELEASE, CHART, "--namespace", NAMESPACE, "--dry-run=client", *set_flags)
     return shown.partition("NOTES:")[2]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_program_takes_the_arguments_that_the_chart_gives_it(rendered: dict[str, Objects], name: str) -> None:
+    command, *arguments = one(rendered[name], "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"]
+    options = cli.commands[command].make_context(command, list(arguments)).params
+    settings = injector_settings(options)
+    assert str(settings.control_plane).endswith(f".{NAMESPACE}.svc:8080") or name == "no-webhook"
+    if name == "everything-set":
+        assert (settings.image, settings.uninjectable) == ("images.example/envoy:v1.40.0", "skip")
+        assert settings.resources["limits"] == {"memory": "2Gi"}
