@@ -6,7 +6,7 @@
 local settings, json_edit, priority = ...
 
 local tonumber, tostring = tonumber, tostring
-local find, rep = string.find, string.rep
+local find, format, rep = string.find, string.format, string.rep
 local concat, min = table.concat, math.min
 
 local HEADER, REPORT, MEMBER, NAMESPACE = settings.header, settings.report_header, "priority", "vllm_priority"
@@ -40,10 +40,13 @@ end
 
 -- Says what came of a priority: in a counter, in the access log, and where the answer finds it. One entry of
 -- metadata and not one for each part: an entry costs as much as the scan of a small body.
+local function note(handle, report)
+  handle:streamInfo():dynamicMetadata():set(NAMESPACE, "report", report)
+end
+
 local function tell(handle, outcome, verdict)
   count(handle, outcome)
-  local report = verdict and report_of(outcome, verdict) or "none; outcome=" .. outcome
-  handle:streamInfo():dynamicMetadata():set(NAMESPACE, "report", report)
+  note(handle, verdict and report_of(outcome, verdict) or "none; outcome=" .. outcome)
 end
 
 local function refuse(handle, status, outcome, message, param)
@@ -157,7 +160,7 @@ local function edit_request(handle, headers, verdict)
   end
   local growth = json_edit.growth(json_edit.member(MEMBER, verdict.text), not settings.reject_unmovable)
   if length then
-    headers:replace("content-length", tostring(length + growth))
+    headers:replace("content-length", format("%.0f", length + growth))
   end
   if not settings.keep_header and not is_default then
     headers:remove(HEADER)
@@ -186,6 +189,10 @@ local function edit_request(handle, headers, verdict)
       -- What follows cannot change any more, and the answer may come before the stream's end does.
       if json_edit.is_done(editor) and not refusal and not MAX_BODY then
         break
+      end
+      -- An answer that does not wait for the whole body finds this; small bodies, whole in one chunk, go without.
+      if received == size and not refusal then
+        note(handle, report_of("pending", verdict))
       end
     end
   end

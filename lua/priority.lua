@@ -10,14 +10,18 @@ local priority = {}
 
 local INT64_MIN, INT64_MAX = "-9223372036854775808", "9223372036854775807"
 
--- Values and paths repeat from request to request, so what was found for one is kept, for this many at most.
-local MAX_KEPT = 1024
+-- Values and paths repeat from request to request, so what was found for one is kept: for this many at most,
+-- and none that is longer. Who sends ever new ones gets no memory.
+local MAX_KEPT, MAX_KEPT_LENGTH = 1024, 256
 
 local function kept(find_out)
   local known, count = {}, 0
   return function(key)
     local found = known[key]
     if found == nil then
+      if #key > MAX_KEPT_LENGTH then
+        return find_out(key)
+      end
       if count >= MAX_KEPT then
         known, count = {}, 0
       end
