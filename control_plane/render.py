@@ -18,7 +18,7 @@ import yaml
 from control_plane.errors import BadInput
 from control_plane.lua_bundle import Setting, bundle
 from control_plane.package_data import folder
-from control_plane.policy import RESPONSE_ROUTES, ROLES, Policy, Role, Routes
+from control_plane.policy import READS_HEADER, RESPONSE_ROUTES, ROLES, Policy, Role, Routes
 
 Resource = dict[str, Any]
 """One Envoy or Kubernetes object, ready for yaml.dump or json.dumps."""
@@ -179,6 +179,8 @@ def listeners(policy: Policy, placement: Placement) -> list[Resource]:
         access_log=placement.access_log,
         log_fields=_LOG_FIELDS,
         http_filter=http_filter,
+        note=_FORWARDED_PROTO_NOTE,
+        routes=_routes(),
     )
     if placement.health is None:
         return [listener]
@@ -375,6 +377,40 @@ _Dumper.add_representer(
 def to_yaml(documents: list[Resource]) -> str:
     """YAML, one document each, keys in the order in which they were placed."""
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1000, explicit_start=len(documents) > 1)
+
+
+_FORWARDED_PROTO_NOTE = "x-vllm-priority-forwarded-proto"
+
+_WITHOUT_LUA = {
+    FILTER_NAME: {
+        "@type": "type.googleapis.com/envoy.extensions.filters.http.lua.v3.LuaPerRoute",
+        "disabled": True,
+    }
+}
+
+
+def _routes() -> list[Resource]:
+    """Every request goes to the one cluster; routes differ in what they take away, and in whether Lua runs at all.
+
+    No policy can edit another method than POST, or a route on which vLLM reads the header itself: Lua is off there.
+    """
+    any_path: Resource = {"prefix": "/"}
+    not_post = {"name": ":method", "string_match": {"exact": "POST"}, "invert_match": True}
+    never_edited: list[Resource] = [
+        {"prefix": "/", "headers": [not_post]},
+        *({"path": path} for path in sorted(READS_HEADER)),
+    ]
+    routes = []
+    for match in [*never_edited, any_path]:
+        lua = {} if match is any_path else {"typed_per_filter_config": _WITHOUT_LUA}
+        noted = {"name": _FORWARDED_PROTO_NOTE, "present_match": True}
+        for wanted, removed in (
+            ({**match, "headers": [*match.get("headers", []), noted]}, _FORWARDED_PROTO_NOTE),
+            (match, "x-forwarded-proto"),
+        ):
+            upstream = {"cluster": "upstream", "timeout": "0s"}
+            routes.append({"match": wanted, "request_headers_to_remove": [removed], "route": upstream, **lua})
+    return routes
 
 
 _HEALTH_CHECKS = [
