@@ -18,6 +18,7 @@ from .wire import call, priority
 ISTIOS_OWN = {
     "test_t2_the_config_never_allows_a_chunked_body_with_a_length",
     "test_t8_the_pool_lets_go_before_uvicorn_does",
+    "test_t8_a_connection_that_rested_for_five_to_six_seconds_is_no_trap",
     "test_t11_the_path_is_matched_decoded_and_without_its_query_and_sent_as_it_came",
     "test_t11_a_path_that_only_resembles_a_route_is_vllms_own_to_answer",
 }
