@@ -8,6 +8,7 @@ one thing more; `ours` is all of it. System calls are not in the count: the shar
 """
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -108,7 +109,8 @@ def _count(
     binary: str, config: configs.Config, port: int, route: str, data: Path, requests: int, folder: Path
 ) -> float:
     """Instructions a request, of one Envoy that has been warmed up."""
-    path = configs.write(config, folder, "counted")
+    path = folder / "counted.json"
+    path.write_text(json.dumps(config))
     command = [
         "valgrind", "--tool=callgrind", "--instr-atstart=no", f"--callgrind-out-file={folder / 'callgrind.out'}",
         "--smc-check=all", binary, "-c", str(path), "--use-dynamic-base-id", "--concurrency", "1", "-l", "error",
