@@ -71,6 +71,10 @@ def product() -> Config:
 
     anywhere = Address("127.0.0.1", 1)
     config: Config = bootstrap(Policy(), Placement("engine", anywhere, anywhere, anywhere, access_log="/dev/null"))
+    # Every contender writes a line a request: the log is the listener's, and would otherwise count against one only.
+    for manager in _managers(config):
+        for log in manager.get("access_log", []):
+            log.pop("filter", None)
     return config
 
 
