@@ -4,6 +4,7 @@ Past this module every function takes the frozen models and checks nothing again
 """
 
 import re
+import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -174,11 +175,12 @@ class Policy(_Model):
             ("engine", self.routes.for_role("engine")),
         ):
             for path in paths:
+                if path not in READS_HEADER | REFUSES_MEMBER:
+                    continue
                 where = f"routes.{'extra' if path in self.routes.extra else key}"
                 if path in READS_HEADER:
                     raise ValueError(f"{where}: vLLM reads the header on {path} itself; allowed: routes that ignore it")
-                if path in REFUSES_MEMBER:
-                    raise ValueError(f"{where}: vLLM answers 400 to a priority on {path}; allowed: routes that take it")
+                raise ValueError(f"{where}: vLLM answers 400 to a priority on {path}; allowed: routes that take it")
         return self
 
     def _check_negatable(self, key: str, value: int) -> None:
@@ -202,10 +204,13 @@ class Policies(_Model):
 
     @model_validator(mode="after")
     def _unique_names(self) -> Self:
-        names = [entry.name for entry in self.named]
-        for name in names:
-            if names.count(name) > 1 or name == "default":
-                raise ValueError(f"policies: the name {name!r} is taken; allowed: a name of its own for each policy")
+        taken = {"default"}
+        for entry in self.named:
+            if entry.name in taken:
+                raise ValueError(
+                    f"policies: the name {entry.name!r} is taken; allowed: a name of its own for each policy"
+                )
+            taken.add(entry.name)
         return self
 
     def choose(self, labels: Mapping[str, str], name: str | None = None) -> Policy | None:
@@ -225,17 +230,27 @@ class Policies(_Model):
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML that refuses a repeated key, which YAML forbids and PyYAML lets pass."""
+    """Safe YAML that refuses a repeated key, which YAML forbids and PyYAML lets pass.
+
+    A merge key is refused too: a few lines of them grow to more mappings than any machine holds.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                raise yaml.constructor.ConstructorError(
+                    None,
+                    None,
+                    "the merge key << is not allowed; allowed: keys that are written out",
+                    key_node.start_mark,
+                )
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str | int | float | bool | None):
                 continue
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is there twice", key_node.start_mark
+                    None, None, f"the key {_shown(key)} is there twice", key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
@@ -247,19 +262,22 @@ def parse_policies(text: str, source: str = "policy") -> Policies:
         document = yaml.load(text, _StrictLoader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "cannot be read"
-        raise PolicyError(f"{source}: not YAML:{where}: {problem}") from None
+        where = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "cannot be read"
+        raise PolicyError(f"{source}: not YAML:{where} {_one_line(problem)}") from None
     except RecursionError:
         raise PolicyError(f"{source}: nested too deeply; allowed: a policy, as in the README") from None
-    except ValueError as error:  # a date or number that YAML recognises and Python refuses
-        raise PolicyError(f"{source}: not YAML: {error}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # A date or number that YAML recognises and Python refuses, or a tag on what it does not fit, as in `!!int ""`.
+        reason = f": {_one_line(str(error))}" if isinstance(error, ValueError) else ", or does not fit its tag"
+        raise PolicyError(f"{source}: not YAML: a value cannot be read{reason}") from None
     if document is None:
         document = {}
     if not isinstance(document, dict):
         raise PolicyError(f"{source}: a {type(document).__name__} stands where a mapping of keys is wanted")
     top = {key: value for key, value in document.items() if key != "policies"}
-    entries = document.get("policies") or []
+    entries = document.get("policies")
+    entries = [] if entries is None else entries
     default = _validate(Policy, top, source)
     if not isinstance(entries, list):
         raise PolicyError(f"{source}: policies: {_shown(entries)} is not allowed; allowed: a list of named policies")
@@ -268,7 +286,8 @@ def parse_policies(text: str, source: str = "policy") -> Policies:
         path = f"policies[{index}]"
         if not isinstance(entry, dict):
             raise PolicyError(f"{source}: {path}: {_shown(entry)} is not allowed; allowed: name, selector, policy")
-        own = entry.get("policy") or {}
+        own = entry.get("policy")
+        own = {} if own is None else own
         if not isinstance(own, dict):
             raise PolicyError(
                 f"{source}: {path}.policy: {_shown(own)} is not allowed; allowed: a mapping of policy keys"
@@ -278,15 +297,25 @@ def parse_policies(text: str, source: str = "policy") -> Policies:
     return _validate(Policies, {"default": default, "named": named}, source)
 
 
+MAX_FILE_BYTES = 1024 * 1024
+"""What a ConfigMap holds at most, and far more than a policy needs."""
+
+
 def load_policies(path: Path | str) -> Policies:
     """Policies of a YAML file. PolicyError where it cannot be read or is wrong."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        with Path(path).open("rb") as file:
+            read = file.read(MAX_FILE_BYTES + 1)
+        text = read.decode("utf-8")
     except FileNotFoundError:
         raise PolicyError(f"{path}: no such file; allowed: the path of a policy in YAML") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise PolicyError(f"{path}: cannot be read: {reason}") from None
+        raise PolicyError(f"{path}: cannot be read: {reason}; allowed: the path of a policy in YAML") from None
+    except ValueError:  # a NUL, which no path has
+        raise PolicyError(f"{_shown(str(path))}: no path; allowed: the path of a policy in YAML") from None
+    if len(read) > MAX_FILE_BYTES:
+        raise PolicyError(f"{path}: is too large; allowed: at most {MAX_FILE_BYTES} bytes")
     return parse_policies(text, str(path))
 
 
@@ -315,29 +344,46 @@ def _problems(model: type[BaseModel], error: ValidationError, prefix: str) -> st
         path = _key_path(item["loc"], prefix)
         if kind == "value_error":
             whole.append(prefix + str(context["error"]))
-        elif kind == "extra_forbidden":
+        elif kind in {"extra_forbidden", "invalid_key"}:
+            if kind == "invalid_key":  # no text: its path would be that of a list's item
+                path = _key_path(item["loc"][:-1], prefix, end=_shown(item["input"]))
             whole.append(f"{path}: unknown key; allowed: {', '.join(_keys_at(model, item['loc'][:-1], prefix))}")
         elif kind == "missing":
             whole.append(f"{path}: is missing")
         else:
             wrong[path] = _shown(item["input"])
             allowed.setdefault(path, []).append(_allowed(kind, context, item["msg"]))
+    # Where an item of a list is wrong, that the list itself is not the union's other member helps nobody.
+    wrong = {path: shown for path, shown in wrong.items() if not any(other.startswith(f"{path}[") for other in wrong)}
     whole += [f"{path}: {wrong[path]} is not allowed; allowed: {' or '.join(allowed[path])}" for path in wrong]
+    if len(whole) > _MOST_PROBLEMS:
+        whole[_MOST_PROBLEMS:] = [f"and {len(whole) - _MOST_PROBLEMS} more"]
     return "; ".join(whole)
+
+
+# Named in one message: who has more than these has another kind of file.
+_MOST_PROBLEMS = 5
 
 
 # pydantic adds the name of a union's member to the path of an error: that is no key of the file.
 _UNION_MEMBER = re.compile(r"constrained-|literal\[|tuple\[|\[key\]")
 
 
-def _key_path(location: tuple[int | str, ...], prefix: str) -> str:
-    path = prefix
+# Keys that can be read as they are; others are quoted, so that a message stays one line.
+_PLAIN_KEY = re.compile(r"[\w.-]{1,63}")
+
+
+def _key_path(location: tuple[int | str, ...], prefix: str, end: str = "") -> str:
+    parts = []
     for index, part in enumerate(location):
         if index and isinstance(part, str) and _UNION_MEMBER.match(part):
             continue
-        separator = "" if not path or path.endswith(".") else "."
-        path += f"[{part}]" if isinstance(part, int) else f"{separator}{part}"
-    return path or "policy"
+        if isinstance(part, int):
+            parts.append(f"[{part}]")
+        else:
+            parts.append(f".{part if _PLAIN_KEY.fullmatch(part) else _shown(part)}")
+    path = "".join([*parts, f".{end}" if end else ""])
+    return prefix + path.removeprefix(".") or "policy"
 
 
 def _keys_at(model: type[BaseModel], location: tuple[Any, ...], prefix: str) -> list[str]:
@@ -354,12 +400,19 @@ _KINDS = {
     "bool_type": "true or false",
     "int_type": f"an integer within {INT64_MIN}..{INT64_MAX}",
     "string_type": "a text",
+    "string_unicode": "a text",
     "dict_type": "a mapping",
     "mapping_type": "a mapping",
     "model_type": "a mapping",
     "tuple_type": "a list",
 }
-_PATTERNS = {"^/": "a path that starts with / and has no query, % or blank", "^[A": "a name that starts with a letter"}
+# By how a pattern starts.
+_PATTERNS = {
+    "^/": "a path that starts with / and has no query, % or blank",
+    "^[A": "a name of at most 63 letters, digits and . _ - that starts with a letter",
+    "^[a-z0-9!": "a header's name",
+    "^[a-z0-9](": "a name of at most 63 lower-case letters, digits and - that starts and ends with no -",
+}
 
 
 def _allowed(kind: str, context: Mapping[str, Any], message: str) -> str:
@@ -368,10 +421,29 @@ def _allowed(kind: str, context: Mapping[str, Any], message: str) -> str:
     if kind in {"greater_than_equal", "less_than_equal"}:
         return f"{'at least' if kind.startswith('greater') else 'at most'} {context.get('ge', context.get('le'))}"
     if kind == "string_pattern_mismatch":
-        return _PATTERNS.get(str(context["pattern"])[:2], f"a text that matches {context['pattern']}")
+        pattern = str(context["pattern"])
+        return next(text for start, text in _PATTERNS.items() if pattern.startswith(start))
+    if kind in {"string_too_long", "too_long"}:
+        return f"at most {context['max_length']} characters"
     return _KINDS.get(kind, message)
 
 
+# Bounded in depth as well: aliases can make a value of a few lines that is longer than any memory when written out.
+class _Repr(reprlib.Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        # Python writes no integer of more than 4300 digits.
+        return super().repr_int(x, level) if x.bit_length() < 1024 else f"an integer of {x.bit_length()} bits"
+
+
+_REPR = _Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 2, 60, 60, 60
+
+
 def _shown(value: object) -> str:
-    text = repr(value)
+    text = _REPR.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _one_line(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 200 else text[:197] + "..."

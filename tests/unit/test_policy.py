@@ -1,0 +1,528 @@
+"""The policy file: what each key takes, what it refuses, and in which words."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from control_plane.errors import PolicyError
+from control_plane.policy import (
+    ENGINE_ROUTES,
+    INT64_MAX,
+    INT64_MIN,
+    MAX_FILE_BYTES,
+    RENDER_ROUTES,
+    Policies,
+    Policy,
+    load_policies,
+    parse_policies,
+)
+
+INT64 = f"an integer within {INT64_MIN}..{INT64_MAX}"
+CLASS = "a name of at most 63 letters, digits and . _ - that starts with a letter"
+PATH = "a path that starts with / and has no query, % or blank"
+KEYS = "header, engine, on_invalid, on_unmovable, keep_header, report_header, default, range, classes, routes, limits"
+
+
+def refusal(text: str) -> str:
+    """The message that a text is refused with: one line, that starts with the file."""
+    with pytest.raises(PolicyError) as caught:
+        parse_policies(text, "p.yaml")
+    message = str(caught.value)
+    assert message.isprintable()
+    assert message.startswith("p.yaml: ")
+    return message.removeprefix("p.yaml: ")
+
+
+def test_an_empty_file_is_the_default_policy() -> None:
+    for text in ("", "# nothing\n", "{}", "~", "policies:", "policies: []"):
+        assert parse_policies(text) == Policies()
+
+
+def test_the_design_written_out_is_the_default_policy() -> None:
+    text = """
+header: x-vllm-priority
+engine: vllm
+on_invalid: reject
+on_unmovable: reject
+keep_header: false
+report_header: x-vllm-priority-applied
+default: null
+range: {min: null, max: null, outside: reject}
+classes: {}
+routes: {render: default, engine: default, extra: []}
+limits: {max_body_bytes: null}
+"""
+    assert parse_policies(text).default == Policy()
+    assert set(yaml.safe_load(text)) == set(Policy.model_fields)
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("header: X-Team-Priority", "header", "x-team-priority"),
+        ("header: " + "x" * 128, "header", "x" * 128),
+        ('header: "!#$%&\'*+.^_`|~-"', "header", "!#$%&'*+.^_`|~-"),
+        ("engine: sglang", "engine", "sglang"),
+        ("on_invalid: ignore", "on_invalid", "ignore"),
+        ("on_unmovable: forward", "on_unmovable", "forward"),
+        ("keep_header: true", "keep_header", True),
+        ("report_header: null", "report_header", None),
+        ("report_header: X-Done", "report_header", "x-done"),
+        ("default: 0", "default", 0),
+        (f"default: {INT64_MIN}", "default", INT64_MIN),
+        (f"default: {INT64_MAX}", "default", INT64_MAX),
+        ("{default: urgent, classes: {urgent: -10}}", "default_value", -10),
+        (f"classes: {{a: {INT64_MIN}, B.c_d-9: {INT64_MAX}}}", "classes", {"a": INT64_MIN, "B.c_d-9": INT64_MAX}),
+        ("classes: {a: &v 5, b: *v}", "classes", {"a": 5, "b": 5}),
+    ],
+)
+def test_a_key_takes(text: str, key: str, value: object) -> None:
+    assert getattr(parse_policies(text).default, key) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "render", "engine"),
+    [
+        ("{}", RENDER_ROUTES, ENGINE_ROUTES),
+        ("routes: {render: [/a, /b], extra: [/b, /c]}", ("/a", "/b", "/c"), (*ENGINE_ROUTES, "/b", "/c")),
+        ("routes: {engine: []}", RENDER_ROUTES, ()),
+        ("routes: {render: &r [/a], engine: *r}", ("/a",), ("/a",)),
+        ("routes: {extra: [/v1/embeddings]}", (*RENDER_ROUTES, "/v1/embeddings"), (*ENGINE_ROUTES, "/v1/embeddings")),
+    ],
+)
+def test_routes_by_role(text: str, render: tuple[str, ...], engine: tuple[str, ...]) -> None:
+    routes = parse_policies(text).default.routes
+    assert (routes.for_role("render"), routes.for_role("engine")) == (render, engine)
+
+
+@pytest.mark.parametrize(
+    ("text", "contained", "outside"),
+    [
+        ("{}", [INT64_MIN, 0, INT64_MAX], []),
+        ("range: {min: -5}", [-5, INT64_MAX], [-6]),
+        ("range: {max: 5}", [INT64_MIN, 5], [6]),
+        ("range: {min: 3, max: 3}", [3], [2, 4]),
+    ],
+)
+def test_bounds_are_included(text: str, contained: list[int], outside: list[int]) -> None:
+    bounds = parse_policies(text).default.range
+    assert [value for value in contained + outside if bounds.contains(value)] == contained
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        # header names
+        ("header: ''", "header: '' is not allowed; allowed: a header's name"),
+        ("header: 'x y'", "header: 'x y' is not allowed; allowed: a header's name"),
+        ("header: ':path'", "header: ':path' is not allowed; allowed: a header's name"),
+        ("header: xé", "header: 'xé' is not allowed; allowed: a header's name"),
+        ('header: "x-a\\n"', "header: 'x-a\\n' is not allowed; allowed: a header's name"),
+        ('header: "x\\ud800"', "header: 'x\\ud800' is not allowed; allowed: a text"),
+        ("header: 5", "header: 5 is not allowed; allowed: a text"),
+        ("header: null", "header: None is not allowed; allowed: a text"),
+        ("header: [x-a]", "header: ['x-a'] is not allowed; allowed: a text"),
+        ("report_header: true", "report_header: True is not allowed; allowed: a text"),
+        ("report_header: ''", "report_header: '' is not allowed; allowed: a header's name"),
+        # choices
+        ("engine: tgi", "engine: 'tgi' is not allowed; allowed: 'vllm' or 'sglang'"),
+        ("engine: null", "engine: None is not allowed; allowed: 'vllm' or 'sglang'"),
+        ("on_invalid: drop", "on_invalid: 'drop' is not allowed; allowed: 'reject' or 'ignore'"),
+        ("on_invalid: false", "on_invalid: False is not allowed; allowed: 'reject' or 'ignore'"),
+        ("on_unmovable: ignore", "on_unmovable: 'ignore' is not allowed; allowed: 'reject' or 'forward'"),
+        ("keep_header: 1", "keep_header: 1 is not allowed; allowed: true or false"),
+        ("keep_header: 'true'", "keep_header: 'true' is not allowed; allowed: true or false"),
+        ("keep_header: null", "keep_header: None is not allowed; allowed: true or false"),
+        # integers
+        ("default: '5'", f"default: '5' is not allowed; allowed: {INT64} or {CLASS}"),
+        ("default: 5.0", f"default: 5.0 is not allowed; allowed: {INT64} or a text"),
+        ("default: .nan", f"default: nan is not allowed; allowed: {INT64} or a text"),
+        ("default: true", f"default: True is not allowed; allowed: {INT64} or a text"),
+        ("default: []", f"default: [] is not allowed; allowed: {INT64} or a text"),
+        (f"default: {2**63}", f"default: {2**63} is not allowed; allowed: at most {INT64_MAX} or a text"),
+        (
+            f"default: {-(2**63) - 1}",
+            f"default: {-(2**63) - 1} is not allowed; allowed: at least {INT64_MIN} or a text",
+        ),
+        ("range: {min: low}", f"range.min: 'low' is not allowed; allowed: {INT64}"),
+        ("range: {max: 1.5}", f"range.max: 1.5 is not allowed; allowed: {INT64}"),
+        ("range: {outside: drop}", "range.outside: 'drop' is not allowed; allowed: 'reject' or 'clamp'"),
+        ("limits: {max_body_bytes: 0}", "limits.max_body_bytes: 0 is not allowed; allowed: at least 1"),
+        ("limits: {max_body_bytes: 1 MB}", f"limits.max_body_bytes: '1 MB' is not allowed; allowed: {INT64}"),
+        (
+            f"limits: {{max_body_bytes: {2**53 + 1}}}",
+            f"limits.max_body_bytes: {2**53 + 1} is not allowed; allowed: at most {2**53}",
+        ),
+        # mappings and lists
+        ("range: null", "range: None is not allowed; allowed: a mapping"),
+        ("range: [1, 2]", "range: [1, 2] is not allowed; allowed: a mapping"),
+        ("classes: null", "classes: None is not allowed; allowed: a mapping"),
+        ("classes: [a]", "classes: ['a'] is not allowed; allowed: a mapping"),
+        ("classes: {a: high}", f"classes.a: 'high' is not allowed; allowed: {INT64}"),
+        ("classes: {9a: 1}", f"classes.9a: '9a' is not allowed; allowed: {CLASS}"),
+        ("classes: {a b: 1}", f"classes.'a b': 'a b' is not allowed; allowed: {CLASS}"),
+        ('classes: {"a\\nb": 1}', f"classes.'a\\nb': 'a\\nb' is not allowed; allowed: {CLASS}"),
+        ("classes: {yes: 1}", "classes[1]: True is not allowed; allowed: a text"),
+        ("routes: []", "routes: [] is not allowed; allowed: a mapping"),
+        ("routes: {render: /a}", "routes.render: '/a' is not allowed; allowed: 'default' or a list"),
+        ("routes: {extra: default}", "routes.extra: 'default' is not allowed; allowed: a list"),
+        ("routes: {extra: [a]}", f"routes.extra[0]: 'a' is not allowed; allowed: {PATH}"),
+        ("routes: {extra: ['/a?b']}", f"routes.extra[0]: '/a?b' is not allowed; allowed: {PATH}"),
+        ("routes: {extra: [/a%20b]}", f"routes.extra[0]: '/a%20b' is not allowed; allowed: {PATH}"),
+        ("routes: {engine: [/a, 5]}", "routes.engine[1]: 5 is not allowed; allowed: a text"),
+        ("limits: 5", "limits: 5 is not allowed; allowed: a mapping"),
+        # several at a time
+        (
+            "{engine: x, keep_header: 5}",
+            "engine: 'x' is not allowed; allowed: 'vllm' or 'sglang'; keep_header: 5 is not allowed; "
+            "allowed: true or false",
+        ),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_allowed(text: str, message: str) -> None:
+    assert refusal(text) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("heder: x", f"heder: unknown key; allowed: {KEYS}, policies"),
+        ("Header: x", f"Header: unknown key; allowed: {KEYS}, policies"),
+        ('"a\\nb": x', f"'a\\nb': unknown key; allowed: {KEYS}, policies"),
+        ("5: x", f"5: unknown key; allowed: {KEYS}, policies"),
+        ("on: x", f"True: unknown key; allowed: {KEYS}, policies"),
+        ("range: {mn: 1}", "range.mn: unknown key; allowed: min, max, outside"),
+        ("range: {5: 1}", "range.5: unknown key; allowed: min, max, outside"),
+        ("routes: {decode: []}", "routes.decode: unknown key; allowed: render, engine, extra"),
+        ("limits: {max: 1}", "limits.max: unknown key; allowed: max_body_bytes"),
+        ("policies: [{name: a, selector: {}, x: 1}]", "policies[0].x: unknown key; allowed: name, selector, policy"),
+        (
+            "policies: [{name: a, selector: {}, policy: {policies: []}}]",
+            f"policies[0].policy.policies: unknown key; allowed: {KEYS}",
+        ),
+        (
+            "policies: [{name: a, selector: {}}, {name: b, selector: {}, policy: {range: {mn: 1}}}]",
+            "policies[1].policy.range.mn: unknown key; allowed: min, max, outside",
+        ),
+    ],
+)
+def test_an_unknown_key_is_named_at_every_level(text: str, message: str) -> None:
+    assert refusal(text) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("range: {min: 2, max: 1}", "range.min: 2 is above range.max 1; allowed: min <= max"),
+        ("range: {outside: clamp}", "range.outside: clamp needs range.min or range.max to clamp to"),
+        (
+            "header: Content-Length",
+            "header: 'content-length' has a meaning in HTTP or Envoy; allowed: a name of its own",
+        ),
+        ("header: x-envoy-a", "header: 'x-envoy-a' has a meaning in HTTP or Envoy; allowed: a name of its own"),
+        ("report_header: TE", "report_header: 'te' has a meaning in HTTP or Envoy; allowed: a name of its own"),
+        (
+            "{header: X-A, report_header: x-a}",
+            "report_header: 'x-a' is the request header; allowed: another name, or null",
+        ),
+        ("{range: {max: 5}, classes: {a: 6}}", "classes.a: 6 is outside range; allowed: a value within range"),
+        ("{range: {min: 0}, default: -1}", "default: -1 is outside range; allowed: a value within range"),
+        ("default: batch", "default: 'batch' is no class; allowed: an integer, or a class (none are defined)"),
+        (
+            "{default: batch, classes: {a: 1, b: 2}}",
+            "default: 'batch' is no class; allowed: an integer, or a class (a, b)",
+        ),
+        (
+            f"{{engine: sglang, default: {INT64_MIN}}}",
+            f"default: {INT64_MIN} cannot be negated for sglang; allowed: {INT64_MIN + 1} and up",
+        ),
+        (
+            f"{{engine: sglang, classes: {{a: {INT64_MIN}}}}}",
+            f"classes.a: {INT64_MIN} cannot be negated for sglang; allowed: {INT64_MIN + 1} and up",
+        ),
+        *(
+            (
+                f"routes: {{{key}: [{path}]}}",
+                f"routes.{key}: vLLM reads the header on {path} itself; allowed: routes that ignore it",
+            )
+            for key in ("render", "engine", "extra")
+            for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+        ),
+        (
+            "routes: {extra: [/v1/decisions]}",
+            "routes.extra: vLLM answers 400 to a priority on /v1/decisions; allowed: routes that take it",
+        ),
+        (
+            "policies: [{name: a, selector: {}, policy: {range: {min: 2, max: 1}}}]",
+            "policies[0].policy.range.min: 2 is above range.max 1; allowed: min <= max",
+        ),
+        (
+            "{range: {max: 5}, policies: [{name: a, selector: {}, policy: {default: 6}}]}",
+            "policies[0].policy.default: 6 is outside range; allowed: a value within range",
+        ),
+    ],
+)
+def test_a_contradiction_is_refused(text: str, message: str) -> None:
+    assert refusal(text) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("default: 1\ndefault: 2", "not YAML: line 2, column 1: the key 'default' is there twice"),
+        ("classes: {a: 1, a: 2}", "not YAML: line 1, column 17: the key 'a' is there twice"),
+        ("1: a\n1: b", "not YAML: line 2, column 1: the key 1 is there twice"),
+        ("policies: [{name: a, name: b}]", "not YAML: line 1, column 22: the key 'name' is there twice"),
+    ],
+)
+def test_a_repeated_key_is_refused(text: str, message: str) -> None:
+    assert refusal(text) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("header: [", "not YAML: line 1, column 10: expected the node content, but found '<stream end>'"),
+        ("a: b: c", "not YAML: line 1, column 5: mapping values are not allowed here"),
+        ("\tdefault: 1", "not YAML: line 1, column 1: found character '\\t' that cannot start any token"),
+        ("header: \0", "not YAML: special characters are not allowed"),
+        ("default: 1\n---\ndefault: 2", "not YAML: line 2, column 1: but found another document"),
+        ("[a, b]: 1", "not YAML: line 1, column 1: found unhashable key"),
+        ("header: *a", "not YAML: line 1, column 9: found undefined alias 'a'"),
+        (
+            "x: !!python/object:os.system {}",
+            "not YAML: line 1, column 4: could not determine a constructor for the tag",
+        ),
+        ("default: 2020-13-45", "not YAML: a value cannot be read: month must be in 1..12"),
+        ("default: " + "9" * 5000, "not YAML: a value cannot be read: Exceeds the limit (4300 digits)"),
+        ('default: !!int ""', "not YAML: a value cannot be read, or does not fit its tag"),
+        ("keep_header: !!bool maybe", "not YAML: a value cannot be read, or does not fit its tag"),
+        ("default: !!timestamp x", "not YAML: a value cannot be read, or does not fit its tag"),
+        ("- header: x-a", "a list stands where a mapping of keys is wanted"),
+        ("just text", "a str stands where a mapping of keys is wanted"),
+        ("5", "a int stands where a mapping of keys is wanted"),
+    ],
+)
+def test_what_is_no_policy_file_is_refused(text: str, message: str) -> None:
+    assert refusal(text).startswith(message)
+
+
+_NINE = ", ".join(["*{0}"] * 9)
+
+
+def _doubling(first: str, line: str) -> str:
+    """Lines that each hold the one before nine times: 9^20 values when written out."""
+    names = [f"n{index}" for index in range(21)]
+    pairs = zip(names, names[1:], strict=False)
+    return f"  {names[0]}: &{names[0]} {first}\n" + "".join(
+        line.format(new=new, nine=_NINE.format(old)) for old, new in pairs
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("classes:\n" + _doubling("[x]", "  {new}: &{new} [{nine}]\n"), "classes.n0: ['x'] is not allowed"),
+        (
+            "classes:\n" + _doubling("{x: 1}", "  {new}: &{new} {{<<: [{nine}]}}\n"),
+            "not YAML: line 3, column 12: the merge key << is not allowed",
+        ),
+        ("classes: &a {x: *a}", "classes.x: {'x': {'x': {...}}} is not allowed"),
+        ("range: &r {<<: *r}", "not YAML: line 1, column 12: the merge key << is not allowed; allowed: keys that are"),
+        ("classes: " + "[\n " * 5000, "nested too deeply"),
+        ("classes: " + "{a: " * 5000, "nested too deeply"),
+        ("header: " + "x" * 100_000, "header: 'xxxxxxxxxxxxxxxxxxxxxxxxxxx...xxxxxxxxxxxxxxxxxxxxxxxxxxxx' is not"),
+        ("? " + "x" * 100_000 + "\n: 1", "'xxxxxxxxxxxxxxxxxxxxxxxxxxx...xxxxxxxxxxxxxxxxxxxxxxxxxxxx': unknown key"),
+        ("default: 0x" + "f" * 5000, "default: an integer of 20000 bits is not allowed"),
+        ("routes: {extra: [[0x" + "f" * 5000 + "]]}", "routes.extra[0]: [an integer of 20000 bits] is not allowed"),
+        ("".join(f"k{index}: 1\n" for index in range(1000)), "k0: unknown key"),
+    ],
+    ids=[
+        "aliases", "merge keys", "itself", "merged into itself", "lists", "mappings", "a text", "a key", "an integer",
+        "an integer in a list", "keys",
+    ],
+)  # fmt: skip
+def test_an_exploding_or_long_file_is_refused_in_few_words(text: str, message: str) -> None:
+    said = refusal(text)
+    assert said.startswith(message)
+    assert len(said) < 1200
+
+
+def test_only_the_first_problems_are_told() -> None:
+    said = refusal("".join(f"k{index}: 1\n" for index in range(9)))
+    assert said.count("unknown key") == 5
+    assert said.endswith("; and 4 more")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("policies: x", "policies: 'x' is not allowed; allowed: a list of named policies"),
+        ("policies: {}", "policies: {} is not allowed; allowed: a list of named policies"),
+        ("policies: false", "policies: False is not allowed; allowed: a list of named policies"),
+        ("policies: [5]", "policies[0]: 5 is not allowed; allowed: name, selector, policy"),
+        ("policies: [{}]", "policies[0].name: is missing; policies[0].selector: is missing"),
+        ("policies: [{name: a}]", "policies[0].selector: is missing"),
+        (
+            "policies: [{name: A_, selector: {}}]",
+            "policies[0].name: 'A_' is not allowed; allowed: a name of at most 63 lower-case letters, digits and - "
+            "that starts and ends with no -",
+        ),
+        ("policies: [{name: a, selector: x}]", "policies[0].selector: 'x' is not allowed; allowed: a mapping"),
+        ("policies: [{name: a, selector: {b: 1}}]", "policies[0].selector.b: 1 is not allowed; allowed: a text"),
+        (
+            "policies: [{name: a, selector: {}, policy: []}]",
+            "policies[0].policy: [] is not allowed; allowed: a mapping of policy keys",
+        ),
+        (
+            "policies: [{name: a, selector: {}, policy: 0}]",
+            "policies[0].policy: 0 is not allowed; allowed: a mapping of policy keys",
+        ),
+        (
+            "policies: [{name: a, selector: {}}, {name: a, selector: {}}]",
+            "policies: the name 'a' is taken; allowed: a name of its own for each policy",
+        ),
+        (
+            "policies: [{name: default, selector: {}}]",
+            "policies: the name 'default' is taken; allowed: a name of its own for each policy",
+        ),
+    ],
+)
+def test_a_wrong_named_policy_is_refused(text: str, message: str) -> None:
+    assert refusal(text) == message
+
+
+NAMED = """
+default: 1
+keep_header: true
+range: {max: 50}
+policies:
+- name: batch
+  selector: {tier: batch, team: x}
+  policy: {default: 10, range: {min: 0}}
+- name: tier
+  selector: {tier: batch}
+- name: by-name
+  selector: {}
+  policy:
+"""
+
+
+@pytest.mark.parametrize(
+    ("labels", "name", "default", "bounds"),
+    [
+        ({}, None, 1, (None, 50)),
+        ({"tier": "batch", "team": "x", "other": "y"}, None, 10, (0, None)),
+        ({"tier": "batch"}, None, 1, (None, 50)),
+        ({}, "batch", 10, (0, None)),
+        ({"tier": "batch"}, "by-name", 1, (None, 50)),
+        ({"tier": "batch", "team": "x"}, "default", 1, (None, 50)),
+    ],
+)
+def test_a_named_policy_replaces_keys_of_the_top_level(
+    labels: dict[str, str], name: str | None, default: int, bounds: tuple[int | None, int | None]
+) -> None:
+    chosen = parse_policies(NAMED).choose(labels, name)
+    assert chosen is not None
+    assert (chosen.default, (chosen.range.min, chosen.range.max), chosen.keep_header) == (default, bounds, True)
+
+
+def test_a_policy_of_an_unknown_name_is_none_and_never_the_default() -> None:
+    assert parse_policies(NAMED).choose({"tier": "batch"}, "nope") is None
+
+
+def test_an_empty_selector_matches_no_labels() -> None:
+    policies = parse_policies("policies: [{name: a, selector: {}, policy: {default: 5}}]")
+    assert policies.choose({"any": "label"}) == policies.default
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path: None, "no such file; allowed: the path of a policy in YAML"),
+        (lambda path: path.mkdir(), "cannot be read: Is a directory; allowed: the path of a policy in YAML"),
+        (
+            lambda path: path.write_bytes(b"header: \xff\xfe"),
+            "cannot be read: not UTF-8 text; allowed: the path of a policy in YAML",
+        ),
+        (
+            lambda path: path.write_bytes(b"# \n" * MAX_FILE_BYTES),
+            f"is too large; allowed: at most {MAX_FILE_BYTES} bytes",
+        ),
+        (lambda path: path.symlink_to(path), "cannot be read: Too many levels of symbolic links"),
+        (lambda path: path.symlink_to("/dev/zero"), f"is too large; allowed: at most {MAX_FILE_BYTES} bytes"),
+    ],
+    ids=["missing", "a folder", "not UTF-8", "too large", "a link to itself", "endless"],
+)
+def test_a_file_that_cannot_be_read_is_named(make: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    make(path)
+    with pytest.raises(PolicyError) as caught:
+        load_policies(path)
+    assert str(caught.value).startswith(f"{path}: {message}")
+
+
+@pytest.mark.parametrize("head", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte order mark"])
+def test_a_file_is_read_as_utf_8(head: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_bytes(head + "# für alle\ndefault: 7\n".encode())
+    assert load_policies(path).default.default == 7
+
+
+def test_a_path_with_a_nul_is_refused() -> None:
+    with pytest.raises(PolicyError, match="no path; allowed"):
+        load_policies("a\0b")
+
+
+def test_policies_cannot_be_changed() -> None:
+    with pytest.raises(Exception, match="frozen"):
+        Policy().header = "x-b"  # type: ignore[misc]
+
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20) | st.dates()
+documents = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from([*Policy.model_fields, "policies", "name", "selector", "policy"]), inner)
+        | st.dictionaries(scalars, inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+def parses_or_says_why(text: str) -> None:
+    try:
+        assert isinstance(parse_policies(text, "p.yaml"), Policies)
+    except PolicyError as error:
+        assert str(error).isprintable(), "more than one line"
+        assert len(str(error)) < 4000
+
+
+@given(st.text() | st.text("{}[]:,-?&*!|>'\"%@ \n\tadefinopsu<019."))
+@settings(deadline=None, max_examples=300)
+def test_any_text_is_a_policy_or_is_refused_in_one_line(text: str) -> None:
+    parses_or_says_why(text)
+
+
+@given(documents)
+@settings(deadline=None, max_examples=300)
+def test_any_document_is_a_policy_or_is_refused_in_one_line(document: object) -> None:
+    parses_or_says_why(yaml.safe_dump(document, allow_unicode=True))
+
+
+@given(st.binary())
+@settings(deadline=None, max_examples=100)
+def test_any_file_is_a_policy_or_is_refused_in_one_line(data: bytes) -> None:
+    with tempfile.NamedTemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        try:
+            load_policies(file.name)
+        except PolicyError as error:
+            assert str(error).isprintable()
