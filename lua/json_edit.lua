@@ -474,7 +474,7 @@ function json_edit.feed(editor, s)
       i = i + 1
     elseif state == START then
       -- A byte order mark may stand before the text; all else that is no object goes on as it is.
-      if editor.received == size and sub(s, 1, 3) == "\239\187\191" then
+      if i == 1 and editor.received == size and sub(s, 1, 3) == "\239\187\191" then
         i = 4
       end
       local code
