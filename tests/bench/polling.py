@@ -145,16 +145,16 @@ class Run:
         late = 0
         taken: list[float] = []
 
-        def send(index: int) -> None:
+        def send(index: int, due: float) -> None:
             nonlocal late
-            due = loop.time() + period
             if began[index]:
                 late += 1  # the last answer is not there yet: a sidecar would not ask again either
             else:
                 began[index] = time.perf_counter()
                 connections[index].transport.write(self.request(f"node-{index}", versions[index]))
             if not stopped:
-                loop.call_at(due, send, index)
+                # From when it was due, not from when it was sent: a late client would gather its polls into bursts.
+                loop.call_at(due + period, send, index, due + period)
 
         def answered(index: int, status: int, body: bytes) -> None:
             self.latencies.append(time.perf_counter() - began[index])
@@ -172,7 +172,8 @@ class Run:
         for index, connection in enumerate(connections):
             connection.answered = lambda status, body, index=index: answered(index, status, body)  # type: ignore[misc]
             connection.lost = lost
-            loop.call_later(period * index / count + random.random() * 0.01, send, index)
+            due = loop.time() + 0.5 + period * index / count + random.random() * 0.01
+            loop.call_at(due, send, index, due)
         parts: dict[str, Any] = {}
         for name, seconds in self.plan["parts"]:
             # Each part begins on a line of its own on stdout, so that the other side can read the server's clocks.

@@ -38,11 +38,11 @@ ECDS = "/v3/discovery:extension_configs"
 LDS = "/v3/discovery:listeners"
 LISTENER = "type.googleapis.com/envoy.config.listener.v3.Listener"
 
-ROUNDS, SECONDS = 5, 2.0
+ROUNDS, SECONDS = 3, 2.0
 """Of the answers part: rounds in turn, and seconds of each."""
 
 SIDECARS, PERIOD = 10_000, 5.0
-WARM_SECONDS, STEADY_SECONDS, CHANGE_SECONDS = 15.0, 30.0, 20.0
+WARM_SECONDS, STEADY_SECONDS, CHANGE_SECONDS = 25.0, 30.0, 20.0
 CHANGES = 3
 REVIEWS, AT_ONCE = 3000, 16
 
