@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -53,12 +54,24 @@ def _placement(
     role: Role, upstream: str | None, listen: str | None, admin: str | None, target: str = "bootstrap"
 ) -> Placement:
     default = Placement.default(role, target)
-    return replace(
+    placement = replace(
         default,
-        listen=Address.parse(listen, "--listen") if listen else default.listen,
-        upstream=Address.parse(upstream, "--upstream") if upstream else default.upstream,
-        admin=Address.parse(admin, "--admin") if admin else default.admin,
+        listen=_own_address(listen, "--listen") if listen is not None else default.listen,
+        upstream=Address.parse(upstream, "--upstream") if upstream is not None else default.upstream,
+        admin=_own_address(admin, "--admin") if admin is not None else default.admin,
     )
+    for one, other in (("listen", "upstream"), ("listen", "admin"), ("admin", "upstream")):
+        if getattr(placement, one) == getattr(placement, other):
+            raise BadInput(f"--{one}: {getattr(placement, one)} is --{other} too; allowed: an address of its own")
+    return placement
+
+
+def _own_address(text: str, what: str) -> Address:
+    """Where Envoy listens: it takes no names there."""
+    address = Address.parse(text, what)
+    if not address.is_ip:
+        raise BadInput(f"{what}: {text!r} has a name for a host; allowed: IP:PORT, such as 127.0.0.1:18000")
+    return address
 
 
 _role = click.option("--role", type=click.Choice(ROLES), required=True, help="What vLLM does there.")
@@ -73,13 +86,17 @@ _json_flag = click.option("--json", "as_json", is_flag=True, help="For machines.
 
 
 @click.group(
+    invoke_without_command=True,
     context_settings=_CONTEXT,
     epilog=_example(
         "vllm-priority demo\nvllm-priority run --role engine --upstream 127.0.0.1:8001 --listen 0.0.0.0:18001"
     ),
 )
-def cli() -> None:
+@click.pass_context
+def cli(context: click.Context) -> None:
     """Request priorities on the vLLM routes that ignore the X-Vllm-Priority header."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
 
 
 @cli.command(epilog=_example("vllm-priority version"))
@@ -250,8 +267,10 @@ def explain_command(
     as_json: bool,
 ) -> None:
     """Say what the sidecar would do to a request. It runs the sidecar's own Lua here, and sends nothing."""
-    if not path.startswith("/"):
-        raise BadInput(f"--path: {path!r} is no request target; allowed: a path that starts with /")
+    if not re.fullmatch(r"/\S*", path) or not path.isprintable():
+        raise BadInput(f"--path: {path!r} is no request target; allowed: a path that starts with / and has no blanks")
+    if not re.fullmatch(_TOKEN, method):
+        raise BadInput(f"--method: {method!r} is no method; allowed: such as POST")
     lines = [_header(line) for line in headers]
     body = _body(data)
     names = {name.lower() for name, _ in lines}
@@ -267,11 +286,16 @@ def explain_command(
         _print_explanation(found, chosen)
 
 
+# RFC 9110, 5.6.2 and 5.5: names and methods are tokens; values are bytes of Latin-1 without controls but the tab.
+_TOKEN = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
+_VALUE = r"[\t\x20-\x7e\x80-\xff]*"
+
+
 def _header(line: str) -> tuple[str, str]:
     name, colon, value = line.partition(":")
-    if not colon or not name.strip() or not all(ord(character) < 256 for character in line):
+    if not colon or not re.fullmatch(_TOKEN, name) or not re.fullmatch(_VALUE, value):
         raise BadInput(f"-H: {line!r} is no header; allowed: 'Name: value'")
-    return name.strip(), value.strip()
+    return name, value.strip(" \t")
 
 
 def _body(data: str) -> bytes:
@@ -281,8 +305,9 @@ def _body(data: str) -> bytes:
         return sys.stdin.buffer.read()
     try:
         return Path(data[1:]).read_bytes()
-    except OSError as error:
-        raise BadInput(f"-d: {data[1:]}: cannot be read: {error.strerror}; allowed: BODY or @FILE") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise BadInput(f"-d: {data[1:]!r}: cannot be read: {reason}; allowed: BODY or @FILE") from None
 
 
 def _explained(found: Explanation) -> dict[str, Any]:
@@ -427,7 +452,9 @@ def _injector(options: Mapping[str, Any]) -> InjectorSettings:
     uid, resources = options["sidecar_uid"], options["sidecar_resources"]
     if uid != "none" and not (uid.isascii() and uid.isdigit() and 0 < int(uid) < 2**31):
         raise BadInput(f"--sidecar-uid: {uid!r} is no user id; allowed: 1 to {2**31 - 1}, or none")
-    control_plane = options["control_plane"]
+    control_plane, listen_host = options["control_plane"], options["sidecar_listen_host"]
+    if not Address(listen_host, 1).is_ip:
+        raise BadInput(f"--sidecar-listen-host: {listen_host!r} is no IP address; allowed: such as 0.0.0.0 or ::")
     return InjectorSettings(
         image=options["sidecar_image"],
         redirect_image=options["redirect_image"],
@@ -439,7 +466,7 @@ def _injector(options: Mapping[str, Any]) -> InjectorSettings:
         uninjectable=options.get("uninjectable", "refuse"),
         own_namespace=options.get("own_namespace"),
         uid=None if uid == "none" else int(uid),
-        listen_host=options["sidecar_listen_host"],
+        listen_host=listen_host,
         concurrency=options["sidecar_concurrency"],
         drain_seconds=options["drain_seconds"],
     )
@@ -464,7 +491,7 @@ def inject(path: str, uninject: bool, policy: str | None, **options: Any) -> Non
         text = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode()
     except OSError as error:
         raise BadInput(f"-f: {path}: cannot be read: {error.strerror}; allowed: a file, or -") from None
-    except UnicodeDecodeError:
+    except ValueError:
         raise BadInput(f"-f: {path}: not UTF-8 text; allowed: manifests in YAML or JSON") from None
     written, notes = uninject_stream(text) if uninject else inject_stream(text, _policies(policy), settings)
     for note in notes:
@@ -482,9 +509,7 @@ def inject(path: str, uninject: bool, policy: str | None, **options: Any) -> Non
 @click.option("--policy", metavar="FILE", required=True, help="Policy in YAML; changes are taken up as they come.")
 @click.option("--listen", metavar="HOST:PORT", default="0.0.0.0:8080", show_default=True, help="Plain HTTP.")
 @click.option("--tls-listen", metavar="HOST:PORT", default="0.0.0.0:8443", show_default=True, help="The same over TLS.")
-@click.option(
-    "--tls-cert", metavar="FILE", help="PEM; reloaded when it changes."
-)
+@click.option("--tls-cert", metavar="FILE", help="PEM; reloaded when it changes.")
 @click.option("--tls-key", metavar="FILE", help="PEM.")
 @click.option("--read-services", is_flag=True, help="Ask Kubernetes for the Services of a pod's namespace.")
 @click.option(
@@ -525,13 +550,17 @@ def serve(
     )
 
 
+def _complain(message: str) -> None:
+    """On stderr, as one line: a path or a value that it names may hold line breaks, or worse for a terminal."""
+    click.echo("".join(c if c.isprintable() else repr(c)[1:-1] for c in message), err=True)
+
+
 def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise BadInput(
-            f"-o: {path}: cannot be written: {error.strerror}; allowed: a file in a folder that is there"
-        ) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise BadInput(f"-o: {path}: cannot be written: {reason}; allowed: a file in a folder that is there") from None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -541,13 +570,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else "vllm-priority"
         message = " ".join(error.format_message().split())
-        click.echo(f"{command}: {message} (see {command} --help)", err=True)
+        _complain(f"{command}: {message} (see {command} --help)")
         sys.exit(2)
     except click.ClickException as error:
-        click.echo(f"vllm-priority: {error.format_message()}", err=True)
+        _complain(f"vllm-priority: {error.format_message()}")
         sys.exit(2)
     except PriorityError as error:
-        click.echo(f"vllm-priority: {error}", err=True)
+        _complain(f"vllm-priority: {error}")
         sys.exit(error.exit_status)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)

@@ -33,9 +33,10 @@ _SAME_EITHER_WAY = frozenset({"reachable", "version", "model", "scale-out", "sch
 def run_demo(envoy: Path, *, as_json: bool = False, console: Console | None = None) -> int:
     """Prints both halves on `console` (default: stdout) and progress on stderr; 0 where the sidecars cure the fault.
 
-    As JSON: {exit_status, conclusion, straight, through_sidecar}, the last two as the doctor's. EnvoyError where
-    Envoy does not start.
+    As JSON: {exit_status, conclusion, straight, through_sidecar}, the last two as the doctor's. BadInput where
+    `envoy` is no Envoy, EnvoyError where it does not start.
     """
+    version = envoy_version(envoy)
     say = _progress()
     with ExitStack() as parts:
         say("starting two simulated vLLM servers: a render server, and an engine with one slot")
@@ -43,7 +44,7 @@ def run_demo(envoy: Path, *, as_json: bool = False, console: Console | None = No
             "render": parts.enter_context(run(SimulatorSettings(kind="render"))),
             "engine": parts.enter_context(run(SimulatorSettings(kind="engine"))),
         }
-        say(f"starting a sidecar in front of each: Envoy {envoy_version(envoy)}")
+        say(f"starting a sidecar in front of each: Envoy {version}")
         logs = Path(parts.enter_context(TemporaryDirectory(prefix="vllm-priority-demo-")))
         sidecars: dict[Role, str] = {}
         for role, url in servers.items():

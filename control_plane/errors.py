@@ -4,7 +4,7 @@
     ├── BadInput             the caller's input is wrong; exit status 2
     │   └── PolicyError      the policy file is wrong: file, key path, what is allowed
     └── CheckFailed          the thing asked about fails; exit status 1
-        └── EnvoyError       Envoy is missing, refuses a config, or cannot start
+        └── EnvoyError       Envoy refuses a config, or cannot start
 
 Every message is one line that names what was wrong and what is allowed or what to do next.
 """
@@ -31,4 +31,4 @@ class CheckFailed(PriorityError):
 
 
 class EnvoyError(CheckFailed):
-    """Envoy is missing, refuses a config, or cannot start."""
+    """Envoy refuses a config, or cannot start."""

