@@ -6,6 +6,7 @@ import json
 import os
 import re
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -67,8 +68,8 @@ class Cluster:
         except CommandError as error:
             pytest.exit(f"the cluster of KUBECONFIG does not answer: {str(error).splitlines()[-1]}", 2)
         ready = [n for n in nodes if {"type": "Ready", "status": "True"}.items() <= _ready(n).items()]
-        found = int(version["major"]), int(re.sub(r"\D", "", version["minor"]))
-        return cls(os.environ.get("IMAGE"), bool(ready), found)
+        major, minor = re.findall(r"\d+", version["gitVersion"])[:2]
+        return cls(os.environ.get("IMAGE"), bool(ready), (int(major), int(minor)))
 
     @property
     def runs_pods(self) -> bool:
@@ -120,10 +121,10 @@ class Release:
         """helm install; waits for the pods where the cluster runs them."""
         self._helm("install", "--create-namespace")
 
-    def upgrade(self, **values: str) -> None:
-        """helm upgrade with these values on top, by their dotted names with _ for the dots."""
+    def upgrade(self, *flags: str, **values: str) -> None:
+        """helm upgrade with these values (JSON) on top, by their names with __ for each dot."""
         self.values |= {key.replace("__", "."): value for key, value in values.items()}
-        self._helm("upgrade")
+        self._helm("upgrade", *flags)
 
     def uninstall(self) -> None:
         run("helm", "uninstall", self.name, "--namespace", self.namespace, "--ignore-not-found", "--wait")
@@ -218,6 +219,10 @@ class ControlPlane:
                 "the pods are gone",
                 lambda: not self.release.cluster.get("pods", "-n", self.release.namespace, "-l", gone),
             )
+
+    def served_certificate(self) -> str:
+        """The certificate of the control plane here, in PEM."""
+        return ssl.get_server_certificate(("127.0.0.1", self.tls_port), timeout=10).strip()
 
     def served_version(self, role: str) -> str:
         """version_info of the filter's configuration, as a sidecar of this role would be told."""

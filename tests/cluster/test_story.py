@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from control_plane.policy import parse_policies
 from tests.cluster.cluster import Cluster, CommandError, ControlPlane, Release, eventually, run
@@ -139,6 +140,37 @@ def test_two_upgrades_keep_the_ca_and_do_not_roll_the_pods(release: Release) -> 
     assert release.secret == secret
     assert release.webhook == webhook
     assert release.deployment["spec"]["template"] == template
+
+
+def test_a_certificate_in_its_last_tenth_is_renewed_without_a_gap(
+    cluster: Cluster, release: Release, control_plane: ControlPlane, apps: str
+) -> None:
+    before, template = release.secret, release.deployment["spec"]["template"]
+    secret = "secret", f"{release.name}-tls", "-n", release.namespace
+    cluster.kubectl("annotate", "--overwrite", *secret, "vllm-priority.io/renew-after=1")
+    # The annotation is kubectl's now: helm is told to take it back.
+    release.upgrade("--force-conflicts")
+    after = release.secret
+    assert after["tls.crt"] != before["tls.crt"]
+    # The certificate that is still served is believed, and so is the one that comes.
+    trusted = [x509.load_pem_x509_certificate(pem) for pem in authorities(after["ca.crt"])]
+    assert [ca.public_bytes(Encoding.PEM).decode().strip() for ca in trusted[1:]] == [before["ca.crt"].strip()]
+    assert has_sidecar(cluster.dry_run(POD, apps))
+    assert release.deployment["spec"]["template"] != template
+    if control_plane.process is not None:
+        control_plane.follow()
+        eventually(
+            "the new certificate is served", lambda: control_plane.served_certificate() == after["tls.crt"].strip()
+        )
+    assert has_sidecar(cluster.dry_run(POD, apps))
+    release.upgrade()
+    assert release.secret == after
+
+
+def authorities(bundle: str) -> list[bytes]:
+    """The certificates of a bundle, in PEM."""
+    end = "-----END CERTIFICATE-----\n"
+    return [(part + end).encode() for part in bundle.split(end) if part.strip()]
 
 
 def test_a_policy_change_reaches_what_the_control_plane_serves(
