@@ -1,5 +1,6 @@
 """Real vLLM, and real Envoy in front of it. Nothing here is skipped: what is missing ends the run with the reason."""
 
+import signal
 import socket
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
@@ -112,6 +113,11 @@ def _free_address() -> Address:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return Address("127.0.0.1", int(probe.getsockname()[1]))
+
+
+def pytest_configure() -> None:
+    """A run that is told to end stops its servers first, as one that is interrupted does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
