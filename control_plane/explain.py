@@ -69,7 +69,7 @@ class Filter:
 
     def __init__(self, policy: Policy, role: Role) -> None:
         lua = luajit21.LuaRuntime(encoding=None, unpack_returned_tuples=True)
-        lua.execute(bundle(filter_settings(policy, role, count_by_cluster=False)).encode())
+        lua.execute(bundle(filter_settings(policy, role, own_envoy=False)).encode())
         functions = lua.globals()
         self._to_table = lua.table_from
         self._on_request = functions[b"envoy_on_request"]
@@ -159,18 +159,25 @@ class _Headers:
 
 
 @dataclass
-class _Chunk:
+class _Buffer:
+    """Some of the body's chunks, as one. Set, it takes the headers' content-length along, as Envoy's does."""
+
     chunks: list[bytes]
-    index: int
+    which: slice
+    headers: _Headers
 
     def length(self) -> int:
-        return len(self.chunks[self.index])
+        return len(self._bytes())
 
     def getBytes(self, start: float, size: float) -> bytes:
-        return self.chunks[self.index][int(start) : int(start) + int(size)]
+        return self._bytes()[int(start) : int(start) + int(size)]
 
     def setBytes(self, data: bytes) -> None:
-        self.chunks[self.index] = data
+        self.chunks[self.which] = [data] + [b""] * (len(self.chunks[self.which]) - 1)
+        self.headers.replace(b"content-length", str(len(data)).encode())
+
+    def _bytes(self) -> bytes:
+        return b"".join(self.chunks[self.which])
 
 
 @dataclass
@@ -199,13 +206,13 @@ class _Stream:
     """One direction of one stream."""
 
     lines: list[tuple[bytes, bytes]]
-    body: Sequence[bytes]
+    received: Sequence[bytes]
     metadata: _Metadata
     response: tuple[dict[bytes, bytes], bytes] | None = None
     chunks: list[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.chunks = list(self.body)
+        self.chunks = list(self.received)
 
     def listed(self) -> tuple[tuple[str, str], ...]:
         return tuple((name.decode(), value.decode("latin-1")) for name, value in self.lines if name[:1] != b":")
@@ -219,8 +226,13 @@ class _Stream:
     def stats(self) -> _Stats:
         return _Stats()
 
+    def body(self) -> _Buffer | None:
+        return _Buffer(self.chunks, slice(None), self.headers()) if any(self.chunks) else None
+
     def bodyChunks(self) -> Any:
-        steps = iter([_Chunk(self.chunks, index) for index in range(len(self.chunks))])
+        # The headers have left before the first chunk comes.
+        sent = _Headers(list(self.lines))
+        steps = iter([_Buffer(self.chunks, slice(index, index + 1), sent) for index in range(len(self.chunks))])
         return lambda *_: next(steps, None)
 
     def respond(self, headers: Any, body: bytes) -> None:

@@ -132,8 +132,28 @@ class Placement:
         return cls(role, DEFAULT_LISTEN[role], upstream[role], DEFAULT_ADMIN[role])
 
 
-def filter_settings(policy: Policy, role: Role, count_by_cluster: bool) -> dict[str, Setting]:
-    """What the Lua reads of a policy. Priorities are texts: Lua's numbers are doubles, which hold no int64."""
+# How the filter handles bodies in an Envoy of our own; templates and routes place the first four.
+_CONNECTION_BUFFER = 131072
+"""Bytes Envoy reads at a time, and up to 16 KiB more."""
+_HELD_BODY = 268435456
+"""The largest body that is held: only one of unknown length comes near."""
+_STREAM_ABOVE = 262144
+"""A longer body is not held but edited as it streams by, past `_PROVEN_AFTER` bytes."""
+_STREAM_BUFFER = 16384
+"""Bytes of a streamed body that wait for a connection to the upstream before Envoy stops reading."""
+_HTTP2_WINDOW = 65536
+"""Bytes an HTTP/2 client may send on although Envoy has stopped reading."""
+_PROVEN_AFTER = _STREAM_BUFFER + _HTTP2_WINDOW + 16384
+"""Once more than this has passed, the upstream's connection is up: the headers have left. The last chunk of a
+streamed body comes after it: _STREAM_ABOVE is larger than this and the largest chunk together."""
+
+
+def filter_settings(policy: Policy, role: Role, own_envoy: bool) -> dict[str, Setting]:
+    """What the Lua reads of a policy. Priorities are texts: Lua's numbers are doubles, which hold no int64.
+
+    `own_envoy`: the filter stands in an Envoy configured here, whose buffers are known and which has the clusters that
+    count where Lua cannot (before 1.38). Elsewhere every edited body is held until it is whole.
+    """
     routes = policy.routes.for_role(role)
     negate = policy.engine == "sglang"
     default = policy.default_value
@@ -151,7 +171,9 @@ def filter_settings(policy: Policy, role: Role, count_by_cluster: bool) -> dict[
         "classes": {name: str(value) for name, value in policy.classes.items()},
         "routes": {path: "response" if path in RESPONSE_ROUTES else "request" for path in routes},
         "max_body_bytes": policy.limits.max_body_bytes,
-        "count_by_cluster": count_by_cluster,
+        "count_by_cluster": own_envoy,
+        "stream_above": _STREAM_ABOVE if own_envoy else None,
+        "proven_after": _PROVEN_AFTER,
     }
 
 
@@ -162,9 +184,9 @@ OUTCOMES = (
 )  # fmt: skip
 
 
-def filter_config(policy: Policy, role: Role, count_by_cluster: bool = True) -> Resource:
-    """The Lua filter's typed_config. `count_by_cluster`: Envoy before 1.38 counts by the clusters of `clusters()`."""
-    script = bundle(filter_settings(policy, role, count_by_cluster))
+def filter_config(policy: Policy, role: Role, own_envoy: bool = True) -> Resource:
+    """The Lua filter's typed_config. `own_envoy`: within `listeners()` and `clusters()`."""
+    script = bundle(filter_settings(policy, role, own_envoy))
     return _place("filter", filter_name=FILTER_NAME, script=script)
 
 
@@ -187,6 +209,8 @@ def listeners(policy: Policy, placement: Placement) -> list[Resource]:
         access_log=placement.access_log,
         log_fields=_LOG_FIELDS,
         http_filter=http_filter,
+        buffer=_CONNECTION_BUFFER,
+        window=_HTTP2_WINDOW,
         note=_FORWARDED_PROTO_NOTE,
         routes=_routes(),
     )
@@ -202,6 +226,7 @@ def clusters(policy: Policy, placement: Placement) -> list[Resource]:
             "cluster",
             discovery_type=_discovery_type(placement.upstream),
             address=_socket_address(placement.upstream),
+            buffer=_CONNECTION_BUFFER,
             health_checks=_HEALTH_CHECKS if placement.health else [],
         )
     ]
@@ -262,7 +287,7 @@ def istio(policy: Policy, placement: Placement) -> list[Resource]:
             metadata=_object_metadata(placement),
             selector=dict(placement.attachment.selector or {ROLE_LABEL: placement.role}),
             filter_name=FILTER_NAME,
-            typed_config=filter_config(policy, placement.role, count_by_cluster=False),
+            typed_config=filter_config(policy, placement.role, own_envoy=False),
         )
     ]
 
@@ -284,7 +309,7 @@ def istio_waypoint(policy: Policy, placement: Placement) -> list[Resource]:
             "istio_waypoint",
             metadata=_object_metadata(replace(placement, attachment=attachment)),
             service=service["name"],
-            script=bundle(filter_settings(policy, placement.role, count_by_cluster=False)),
+            script=bundle(filter_settings(policy, placement.role, own_envoy=False)),
         )
     ]
 
@@ -305,7 +330,7 @@ def envoy_gateway(policy: Policy, placement: Placement) -> list[Resource]:
             [{"path": {"type": "Exact", "value": path}, "method": "POST"} for path in paths]
             for paths in _gateway_paths(policy, placement.role)
         ],
-        script=bundle(filter_settings(policy, placement.role, count_by_cluster=False)),
+        script=bundle(filter_settings(policy, placement.role, own_envoy=False)),
     )
     return [placed["route"], placed["extension_policy"]]
 
@@ -398,26 +423,28 @@ _WITHOUT_LUA = {
 
 
 def _routes() -> list[Resource]:
-    """Every request goes to the one cluster; routes differ in what they take away, and in whether Lua runs at all.
+    """Every request goes to the one cluster; routes differ in what they take away and hold, and in whether Lua runs.
 
     No policy can edit another method than POST, or a route on which vLLM reads the header itself: Lua is off there.
     """
-    any_path: Resource = {"prefix": "/"}
     not_post = {"name": ":method", "string_match": {"exact": "POST"}, "invert_match": True}
-    never_edited: list[Resource] = [
-        {"prefix": "/", "headers": [not_post]},
-        *({"path": path} for path in sorted(READS_HEADER)),
+    long = {"name": "content-length", "range_match": {"start": _STREAM_ABOVE + 1, "end": 2**63 - 1}}
+    without_lua = {"typed_per_filter_config": _WITHOUT_LUA}
+    kinds: list[tuple[Resource, Resource]] = [
+        ({"prefix": "/", "headers": [not_post]}, without_lua),
+        *(({"path": path}, without_lua) for path in sorted(READS_HEADER)),
+        ({"prefix": "/", "headers": [long]}, {"request_body_buffer_limit": _STREAM_BUFFER}),
+        ({"prefix": "/"}, {"request_body_buffer_limit": _HELD_BODY}),
     ]
     routes = []
-    for match in [*never_edited, any_path]:
-        lua = {} if match is any_path else {"typed_per_filter_config": _WITHOUT_LUA}
-        noted = {"name": _FORWARDED_PROTO_NOTE, "present_match": True}
+    noted = {"name": _FORWARDED_PROTO_NOTE, "present_match": True}
+    for match, options in kinds:
         for wanted, removed in (
             ({**match, "headers": [*match.get("headers", []), noted]}, _FORWARDED_PROTO_NOTE),
             (match, "x-forwarded-proto"),
         ):
             upstream = {"cluster": "upstream", "timeout": "0s"}
-            routes.append({"match": wanted, "request_headers_to_remove": [removed], "route": upstream, **lua})
+            routes.append({"match": wanted, "request_headers_to_remove": [removed], "route": upstream, **options})
     return routes
 
 

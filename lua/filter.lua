@@ -68,8 +68,9 @@ end
 
 local SPOIL = "\0"
 
-local LATE_REFUSALS = {
+local TEXT_REFUSALS = {
   wide = { 415, "not_json", "the body is UTF-16 or UTF-32, which takes no priority; allowed: UTF-8" },
+  padded = { 400, "not_json", "the body's object is followed by too much white space" },
   overfull = { 400, "ambiguous", "the body names its priority several times, too far apart; allowed: once" },
 }
 
@@ -91,19 +92,17 @@ local function header_value(headers, raw)
   return first
 end
 
--- Lets the body by and counts it, for a limit on a body whose length was not said.
-local function watch_size(handle)
-  local received, refused = 0, false
-  for chunk in handle:bodyChunks() do
-    received = received + chunk:length()
-    if refused then
-      chunk:setBytes("")
-    elseif received > MAX_BODY then
-      refused = true
-      chunk:setBytes(SPOIL)
-      refuse_late(handle, 413, "too_large", too_large())
-    end
+-- Holds a body whose length was not said to the limit; true where it was refused.
+local function is_over_limit(handle, headers)
+  if not MAX_BODY or headers:get("content-length") then
+    return false
   end
+  local body = handle:body()
+  if body and body:length() > MAX_BODY then
+    refuse(handle, 413, "too_large", too_large(), nil)
+    return true
+  end
+  return false
 end
 
 local function tell_result(handle, result, verdict)
@@ -116,33 +115,20 @@ local function tell_result(handle, result, verdict)
   end
 end
 
--- Why the editor's text is refused, or nil.
-local function late_refusal(editor, received, is_default)
-  if MAX_BODY and received > MAX_BODY then
-    return { 413, "too_large", too_large() }
-  end
-  local refusal = LATE_REFUSALS[json_edit.failure(editor)]
-  if refusal and not is_default and (settings.reject_unmovable or refusal[1] == 400) then
-    return refusal
-  end
-end
-
 -- Bytes that are copied out of Envoy at a time. LuaJIT asks the kernel anew for each string of 128 KiB and more.
 local PIECE = 65536
 
--- The bytes to pass on in place of a chunk, or nil where it stays as it is.
-local function edited_bytes(editor, chunk, size)
+-- The bytes to pass on in place of a buffer's, or nil where it stays as it is.
+local function edited_bytes(editor, buffer, size, frozen)
   if size <= PIECE then
-    return json_edit.feed(editor, chunk:getBytes(0, size))
+    return json_edit.feed(editor, buffer:getBytes(0, size), frozen)
   end
-  -- Envoy joins a chunk's slices up to the last byte that is asked for: once and not for every piece.
-  chunk:getBytes(size - 1, 1)
   local parts = nil
   for offset = 0, size - 1, PIECE do
-    local bytes = chunk:getBytes(offset, min(PIECE, size - offset))
-    local new = json_edit.feed(editor, bytes)
+    local bytes = buffer:getBytes(offset, min(PIECE, size - offset))
+    local new = json_edit.feed(editor, bytes, frozen)
     if new and not parts then
-      parts = { offset > 0 and chunk:getBytes(0, offset) or "" }
+      parts = { offset > 0 and buffer:getBytes(0, offset) or "" }
     end
     if parts then
       parts[#parts + 1] = new or bytes
@@ -151,54 +137,92 @@ local function edited_bytes(editor, chunk, size)
   return parts and concat(parts)
 end
 
-local function edit_request(handle, headers, verdict)
-  local is_default = verdict == default
-  local length = headers:get("content-length")
-  length = length and tonumber(length)
-  if length == 0 then
-    return tell(handle, "not_json", nil)
+-- Why the editor's text is refused, or nil.
+local function text_refusal(editor, is_default)
+  local refusal = TEXT_REFUSALS[json_edit.failure(editor)]
+  if refusal and not is_default and (settings.reject_unmovable or refusal[1] == 400) then
+    return refusal
   end
-  local growth = json_edit.growth(json_edit.member(MEMBER, verdict.text), not settings.reject_unmovable)
-  if length then
-    headers:replace("content-length", format("%.0f", length + growth))
-  end
-  if not settings.keep_header and not is_default then
-    headers:remove(HEADER)
-  end
+end
 
+-- A body of a known length that is too long to be held: it is edited while it streams by, and its new length is
+-- promised before any of it is seen.
+--
+-- setBytes() sets content-length to the length of the one chunk, in headers that leave only once the connection to
+-- the upstream is up. So nothing is changed before that is certain: more has been passed on than Envoy takes
+-- from a client whose upstream is not there.
+local function edit_stream(handle, headers, verdict, length)
+  local is_default = verdict == default
+  local growth = json_edit.growth(json_edit.member(MEMBER, verdict.text), not settings.reject_unmovable)
+  headers:replace("content-length", format("%.0f", length + growth))
   local editor = json_edit.new(MEMBER, verdict.text, length, growth, is_default)
-  local refusal = nil
-  local received = 0
+  local passed, refusal = 0, nil
   for chunk in handle:bodyChunks() do
     local size = chunk:length()
     if size > 0 then
-      received = received + size
-      local new = edited_bytes(editor, chunk, size)
-      if refusal then
-        new = length and rep(SPOIL, new and #new or size) or ""
-      else
-        refusal = late_refusal(editor, received, is_default)
+      local frozen = passed <= settings.proven_after and passed + size < length
+      local new = edited_bytes(editor, chunk, size, frozen)
+      if not frozen then
+        if not refusal then
+          refusal = text_refusal(editor, is_default)
+          if refusal then
+            refuse_late(handle, refusal[1], refusal[2], refusal[3], HEADER)
+          end
+        end
         if refusal then
-          refuse_late(handle, refusal[1], refusal[2], refusal[3], HEADER)
-          new = length and rep(SPOIL, new and #new or size) or SPOIL
+          new = rep(SPOIL, new and #new or size)
+        end
+        if new then
+          chunk:setBytes(new)
         end
       end
-      if new then
-        chunk:setBytes(new)
-      end
-      -- What follows cannot change any more, and the answer may come before the stream's end does.
-      if json_edit.is_done(editor) and not refusal and not MAX_BODY then
-        break
-      end
-      -- An answer that does not wait for the whole body finds this; small bodies, whole in one chunk, go without.
-      if received == size and not refusal then
+      if passed == 0 then
+        -- An answer that does not wait for the whole body finds this.
         note(handle, report_of("pending", verdict))
+      end
+      passed = passed + size
+      if passed >= length and not refusal then
+        return tell_result(handle, json_edit.result(editor), verdict)
       end
     end
   end
   if not refusal then
     tell_result(handle, json_edit.result(editor), verdict)
   end
+end
+
+local function edit_request(handle, headers, verdict)
+  local length = headers:get("content-length")
+  length = length and tonumber(length)
+  if verdict ~= default and not settings.keep_header then
+    headers:remove(HEADER)
+  end
+  if length and settings.stream_above and length > settings.stream_above then
+    return edit_stream(handle, headers, verdict, length)
+  end
+
+  -- All else is held until it is whole. A server can do nothing with less, and its length is right by itself.
+  local body = handle:body()
+  local size = body and body:length() or 0
+  if size == 0 then
+    return tell(handle, "not_json", nil)
+  end
+  if MAX_BODY and size > MAX_BODY then
+    return refuse(handle, 413, "too_large", too_large(), nil)
+  end
+  local editor = json_edit.new(MEMBER, verdict.text, nil, 0, verdict == default)
+  local new = edited_bytes(editor, body, size, false)
+  local refusal = text_refusal(editor, verdict == default)
+  if refusal then
+    return refuse(handle, refusal[1], refusal[2], refusal[3], HEADER)
+  end
+  if new then
+    body:setBytes(new)
+    if not length then
+      handle:headers():remove("content-length") -- chunked it came, and chunked it goes
+    end
+  end
+  tell_result(handle, json_edit.result(editor), verdict)
 end
 
 function envoy_on_request(handle)
@@ -226,9 +250,8 @@ function envoy_on_request(handle)
     end
   end
   if not verdict or not verdict.text then
-    tell(handle, verdict and verdict.outcome or "absent", nil)
-    if MAX_BODY then
-      watch_size(handle)
+    if not is_over_limit(handle, headers) then
+      tell(handle, verdict and verdict.outcome or "absent", nil)
     end
     return
   end
@@ -242,9 +265,7 @@ function envoy_on_request(handle)
     if raw and not settings.keep_header then
       headers:remove(HEADER)
     end
-    if MAX_BODY then
-      watch_size(handle)
-    end
+    is_over_limit(handle, headers)
     return
   end
 
@@ -257,9 +278,8 @@ function envoy_on_request(handle)
   if settings.reject_unmovable and raw then
     return refuse(handle, 415, unmovable, UNMOVABLE[unmovable], HEADER)
   end
-  tell(handle, unmovable, nil)
-  if MAX_BODY then
-    watch_size(handle)
+  if not is_over_limit(handle, headers) then
+    tell(handle, unmovable, nil)
   end
 end
 
@@ -296,7 +316,7 @@ local function edit_answer(handle, headers, metadata)
   for chunk in handle:bodyChunks() do
     local size = chunk:length()
     if size > 0 then
-      local new = edited_bytes(editor, chunk, size)
+      local new = edited_bytes(editor, chunk, size, false)
       if new then
         chunk:setBytes(new)
       end
@@ -312,7 +332,7 @@ function envoy_on_response(handle)
     return
   end
   local headers = handle:headers()
-  if metadata.answer_value then
+  if metadata.answer_value and not metadata.report then
     return edit_answer(handle, headers, metadata)
   end
   if REPORT and metadata.report then

@@ -97,21 +97,14 @@ function json_edit.accept_list(editor)
   editor.in_list = true
 end
 
--- Whether the rest of the text cannot change any more.
-function json_edit.is_done(editor)
-  if editor.length then
-    return editor.received >= editor.length
-  end
-  return editor.state == DONE or editor.state == PASS
-end
-
 -- Why the text cannot be edited, as far as it has come: see result(). nil where it can.
 function json_edit.failure(editor)
   return editor.failed
 end
 
 -- What came of it, once the text has ended: "inserted", "replaced", "kept" (a member was there and was to
--- stay), or nil and why not: "malformed", "not_object", "wide" (UTF-16 or UTF-32), "overfull".
+-- stay), or nil and why not: "malformed", "not_object", "wide" (UTF-16 or UTF-32), "overfull" (members that must go
+-- are too far apart), "padded" (the object ended where nothing could be changed yet).
 function json_edit.result(editor)
   if editor.failed then
     return nil, editor.failed
@@ -324,7 +317,9 @@ local function filler(editor)
 end
 
 -- Edits one chunk: the bytes to pass on instead of it, or nil where it is passed on as it is.
-function json_edit.feed(editor, s)
+--   frozen  true: it has to be passed on as it is. A member in it stays, and counts as none: one is added at
+--           the end, and readers take the last.
+function json_edit.feed(editor, s, frozen)
   editor.received = editor.received + #s
   local last = editor.length and editor.received >= editor.length
   local state = editor.state
@@ -354,6 +349,9 @@ function json_edit.feed(editor, s)
         end
         state = NEXT_KEY
         i = i + 1
+      elseif code == CLOSE_OBJECT and frozen and editor.found == 0 then
+        give_up(editor, "padded")
+        state = PASS
       elseif code == CLOSE_OBJECT then
         if editor.found == 0 then
           local member = (editor.empty and "" or ",") .. json_edit.member(editor.name, editor.text)
@@ -395,7 +393,7 @@ function json_edit.feed(editor, s)
         key = key .. sub(s, i, (quote or size + 1) - 1)
       end
       if quote then
-        editor.target = is_name(key, editor.name)
+        editor.target = (editor.keep or not frozen) and is_name(key, editor.name)
         editor.key = nil
         if editor.target then
           editor.found = editor.found + 1
