@@ -10,7 +10,7 @@ export PATH := $(CURDIR)/$(TOOLS):$(PATH)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-envoys e2e lint golden check-golden envoy-config bench bench-control-plane \
-	test-cluster dist lock clean
+	test-image test-cluster dist lock clean
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z0-9-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,7 +66,7 @@ golden: setup $(TOOLS)/helm ## Remake the golden files
 	$(BIN)/python -m tests.golden.regenerate
 
 check-golden: golden ## Fail where the golden files differ from what is rendered
-	@git diff --exit-code -- tests/golden deploy || \
+	@git diff --exit-code -- tests/golden deploy docs || \
 		{ echo "make: golden files differ; next: look at the difference, and commit it if it is meant" >&2; exit 1; }
 
 envoy-config: setup ## Write build/envoy/render.yaml and engine.yaml, checked by Envoy (POLICY=FILE for your policy)
@@ -82,6 +82,9 @@ bench: setup ## Measure the filter beside its alternatives (under 15 minutes)
 
 bench-control-plane: setup ## Measure the control plane
 	$(BIN)/python tests/bench/serve.py
+
+test-image: setup ## Carry out the Dockerfile's steps without an engine (needs the network)
+	$(BIN)/python -m pytest tests/image
 
 test-cluster: setup $(TOOLS)/helm ## Run the story on the cluster that KUBECONFIG names
 	$(BIN)/python -m pytest tests/cluster
