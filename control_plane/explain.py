@@ -67,9 +67,10 @@ def explain(
 class Filter:
     """The filter of one policy and role, loaded once, for any number of requests."""
 
-    def __init__(self, policy: Policy, role: Role) -> None:
+    def __init__(self, policy: Policy, role: Role, *, own_envoy: bool = True) -> None:
+        """`own_envoy`: as in a sidecar, where long bodies stream; else as in a proxy that is not ours."""
         lua = luajit21.LuaRuntime(encoding=None, unpack_returned_tuples=True)
-        lua.execute(bundle(filter_settings(policy, role, own_envoy=False)).encode())
+        lua.execute(bundle(filter_settings(policy, role, own_envoy)).encode())
         functions = lua.globals()
         self._to_table = lua.table_from
         self._on_request = functions[b"envoy_on_request"]
@@ -83,8 +84,10 @@ class Filter:
         *,
         method: str = "POST",
         answer: bytes = b'{"priority":0}',
+        answer_head: Headers = ((":status", "200"), ("content-type", "application/json")),
+        answer_chunks: Sequence[bytes] | None = None,
     ) -> Explanation:
-        """Run one request, its body in these chunks, and this answer to it."""
+        """Run one request, its body in these chunks, and this answer to it (`answer_chunks`: the same, in pieces)."""
         metadata = _Metadata(self._to_table)
         pseudo = [(b":method", method.encode()), (b":path", path.encode())]
         request = _Stream(
@@ -92,15 +95,17 @@ class Filter:
         )
         self._on_request(request)
         refusal = request.response
-        status = b"200" if refusal is None else refusal[0][b":status"]
-        answered = [answer] if refusal is None else [refusal[1]]
-        response = _Stream([(b":status", status), (b"content-type", b"application/json")], answered, metadata)
+        if refusal is None:
+            head = [(name.lower().encode(), value.encode("latin-1")) for name, value in answer_head]
+            response = _Stream(head, answer_chunks or [answer], metadata)
+        else:
+            response = _Stream(list(refusal[0].items()), [refusal[1]], metadata)
         self._on_response(response)
         late = metadata.values.get(b"refused_status")
         edited = b"".join(response.chunks)
         refused: tuple[int, bytes] | None = None
         if refusal is not None:
-            refused = (int(status), refusal[1])
+            refused = (int(refusal[0][b":status"]), refusal[1])
         elif late:
             refused = (int(late), edited)
         return Explanation(

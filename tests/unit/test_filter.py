@@ -1,0 +1,335 @@
+"""lua/filter.lua with a fake stream handle: what becomes of a request and its answer, and what is said of it."""
+
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from control_plane.explain import Explanation, Filter
+from control_plane.policy import parse_policies
+from control_plane.render import OUTCOMES
+
+CHAT, GENERATE, MESSAGES = "/v1/chat/completions/render", "/inference/v1/generate", "/v1/messages/render"
+JSON = ("content-type", "application/json")
+X = "x-vllm-priority"
+FIVE = (X, "5")
+GZIP = ("content-encoding", "gzip")
+REPORT = "x-vllm-priority-applied"
+
+_filters: dict[tuple[str, bool], Filter] = {}
+
+
+def send(
+    headers: Sequence[tuple[str, str]] = (JSON, FIVE),
+    body: bytes = b'{"a":1}',
+    *,
+    policy: str = "{}",
+    path: str = CHAT,
+    size: int = 0,
+    length: bool = True,
+    method: str = "POST",
+    own_envoy: bool = True,
+    **answer: object,
+) -> Explanation:
+    """One request; `size`: bytes a chunk, 0 for one chunk; `length`: whether content-length is said."""
+    key = (policy, own_envoy)
+    if key not in _filters:
+        _filters[key] = Filter(parse_policies(policy).default, "engine", own_envoy=own_envoy)
+    step = size or max(len(body), 1)
+    chunks = [body[at : at + step] for at in range(0, len(body), step)]
+    lines = [*headers, *([("content-length", str(len(body)))] if length else [])]
+    return _filters[key].explain(path, lines, chunks, method=method, **answer)  # type: ignore[arg-type]
+
+
+DEFAULT = "default: 3"
+CLASSES = "classes: {batch: 10}"
+IGNORE = "on_invalid: ignore"
+FORWARD = "on_unmovable: forward"
+NO = [JSON]
+
+INSERTED = "5; source=header; outcome=inserted"
+LIMITED_FORWARD = "{limits: {max_body_bytes: 10}, on_unmovable: forward}"
+LIMITED_IGNORE = "{limits: {max_body_bytes: 10}, on_invalid: ignore}"
+
+# policy, headers, body -> the report, and the body that vLLM gets
+PASSED = [
+    ("{}", [JSON, FIVE], b'{"a":1}', INSERTED, b'{"a":1,"priority":5}'),
+    ("{}", [JSON, FIVE], b"{}", INSERTED, b'{"priority":5}'),
+    ("{}", [JSON, FIVE], b'{"priority":9}', "5; source=header; outcome=replaced", b'{"priority":5}'),
+    (
+        "{}", [JSON, FIVE], b'{"priority":9,"priority":8}',
+        "5; source=header; outcome=replaced", b'{"priority":5,"priority":5}',
+    ),
+    ("{}", NO, b'{"priority":9}', "none; outcome=absent", b'{"priority":9}'),
+    ("{}", [JSON, (X, "-0")], b"{}", "0; source=header; outcome=inserted", b'{"priority":0}'),
+    (CLASSES, [JSON, (X, "batch")], b"{}", "10; source=class; outcome=inserted", b'{"priority":10}'),
+    (DEFAULT, NO, b"{}", "3; source=default; outcome=default", b'{"priority":3}'),
+    (DEFAULT, NO, b'{"priority":9}', "none; outcome=absent", b'{"priority":9}'),
+    (DEFAULT, [JSON, FIVE], b'{"priority":9}', "5; source=header; outcome=replaced", b'{"priority":5}'),
+    ("engine: sglang", [JSON, FIVE], b"{}", "-5; source=header; outcome=inserted", b'{"priority":-5}'),
+    (
+        "range: {max: 2, outside: clamp}", [JSON, FIVE], b"{}",
+        "2; source=header; outcome=inserted; clamped", b'{"priority":2}',
+    ),
+    # a header that is no priority, under `ignore`
+    (IGNORE, [JSON, (X, "high")], b'{"priority":2}', "none; outcome=invalid", b'{"priority":2}'),
+    (IGNORE, [JSON, (X, "9" * 30)], b"{}", "none; outcome=out_of_range", b"{}"),
+    (IGNORE, [JSON, FIVE, (X, "6")], b"{}", "none; outcome=ambiguous", b"{}"),
+    ("{on_invalid: ignore, range: {max: 4}}", [JSON, FIVE], b"{}", "none; outcome=out_of_range", b"{}"),
+    # two equal lines are one value
+    ("{}", [JSON, FIVE, FIVE], b"{}", INSERTED, b'{"priority":5}'),
+    # bodies that are no JSON object go on as they came
+    ("{}", [JSON, FIVE], b'[{"priority":1}]', "none; outcome=not_json", b'[{"priority":1}]'),
+    ("{}", [JSON, FIVE], b"null", "none; outcome=not_json", b"null"),
+    ("{}", [JSON, FIVE], b'{"a":', "none; outcome=not_json", b'{"a":'),
+    ("{}", [JSON, FIVE], b"", "none; outcome=not_json", b""),
+    # what cannot be moved, under `forward`; a default alone never refuses
+    (FORWARD, [FIVE], b"{}", "none; outcome=not_json", b"{}"),
+    (FORWARD, [JSON, FIVE, GZIP], b"\x1f\x8b{}", "none; outcome=encoded", b"\x1f\x8b{}"),
+    (FORWARD, [JSON, FIVE], "{}".encode("utf-16"), "none; outcome=not_json", "{}".encode("utf-16")),
+    (DEFAULT, [], b"{}", "none; outcome=not_json", b"{}"),
+    (DEFAULT, [JSON, ("content-encoding", "br")], b"{}", "none; outcome=encoded", b"{}"),
+    (DEFAULT, NO, "{}".encode("utf-16"), "none; outcome=not_json", "{}".encode("utf-16")),
+    ("{}", [JSON, FIVE, ("content-encoding", "identity")], b"{}", INSERTED, b'{"priority":5}'),
+    ("{}", [("content-type", "Application/JSON; x"), FIVE], b"{}", INSERTED, b'{"priority":5}'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("length", [True, False], ids=["length", "chunked"])
+@pytest.mark.parametrize("size", [0, 1])
+@pytest.mark.parametrize(("policy", "headers", "body", "report", "passed"), PASSED)
+def test_what_reaches_vllm_and_what_is_said_of_it(
+    policy: str, headers: list[tuple[str, str]], body: bytes, report: str, passed: bytes, size: int, length: bool
+) -> None:
+    found = send(headers, body, policy=policy, size=size, length=length)
+    assert found.refusal is None
+    assert found.report == report
+    assert found.body.rstrip(b" ") == passed
+    assert len(found.body) - len(passed) <= 32
+    assert dict(found.answer_headers)[REPORT] == report
+    lengths = [value for name, value in found.headers if name == "content-length"]
+    assert lengths in ([[str(len(found.body))]] if length else [[]])
+
+
+BIG = "limits: {max_body_bytes: 10}"
+
+# policy, headers, body -> status, outcome, what the message says, the parameter
+REFUSED = [
+    ("{}", [JSON, (X, "high")], b"{}", 400, "invalid", "x-vllm-priority: 'high' is no integer; allow", X),
+    ("{}", [JSON, (X, "")], b"{}", 400, "invalid", "x-vllm-priority: '' is no integer", X),
+    ("{}", [JSON, (X, "3,9")], b"{}", 400, "invalid", "'3,9' is no integer", X),
+    ("{}", [(X, "high")], b"{}", 400, "invalid", "is no integer", X),
+    ("{}", [JSON, (X, "9" * 30)], b"{}", 400, "out_of_range", "is out of range; allowed: ", X),
+    ("range: {max: 4}", [JSON, FIVE], b"{}", 400, "out_of_range", "'5' is out of range", X),
+    ("{}", [JSON, (X, "3"), (X, "9")], b"{}", 400, "ambiguous", "several lines of it differ", X),
+    ("{header: x-p}", [JSON, ("x-p", "high")], b"{}", 400, "invalid", "x-p: 'high' is no integer", "x-p"),
+    ("{}", [FIVE], b"{}", 415, "not_json", "only into a body of content-type application/json", X),
+    ("{}", [("content-type", "text/json"), FIVE], b"{}", 415, "not_json", "content-type application/json", X),
+    ("{}", [JSON, FIVE, GZIP], b"\x1f\x8b", 415, "encoded", "without content-encoding", X),
+    ("{}", [JSON, FIVE], '{"a":1}'.encode("utf-16"), 415, "not_json", "is UTF-16 or UTF-32, which takes", X),
+    ("{}", [JSON, FIVE], '{"a":1}'.encode("utf-16-be"), 415, "not_json", "UTF-16 or UTF-32", X),
+    ("{}", [JSON, FIVE], '{"a":1}'.encode("utf-32"), 415, "not_json", "UTF-16 or UTF-32", X),
+    (BIG, [JSON, FIVE], b'{"a":12345}', 413, "too_large", "too large for this route; allowed: at most 10 bytes", None),
+    (BIG, NO, b'{"a":12345}', 413, "too_large", "at most 10 bytes", None),
+    (LIMITED_FORWARD, [FIVE], b"x" * 11, 413, "too_large", "at most 10 bytes", None),
+    (LIMITED_IGNORE, [JSON, (X, "x")], b"x" * 11, 413, "too_large", "10 bytes", None),
+]  # fmt: skip
+TYPES = {400: "Bad Request", 413: "Payload Too Large", 415: "Unsupported Media Type"}
+
+
+@pytest.mark.parametrize("length", [True, False], ids=["length", "chunked"])
+@pytest.mark.parametrize("size", [0, 1])
+@pytest.mark.parametrize(("policy", "headers", "body", "status", "outcome", "message", "param"), REFUSED)
+def test_a_refusal_is_in_vllms_shape_and_counted(
+    policy: str, headers: list[tuple[str, str]], body: bytes, status: int, outcome: str, message: str,
+    param: str | None, size: int, length: bool,
+) -> None:  # fmt: skip
+    found = send(headers, body, policy=policy, size=size, length=length)
+    assert found.refusal is not None
+    error = json.loads(found.refusal[1])["error"]
+    assert message in error.pop("message")
+    assert error == {"type": TYPES[status], "param": param, "code": status}
+    assert (found.refusal[0], found.outcome, found.report) == (status, outcome, f"none; outcome={outcome}")
+    assert dict(found.answer_headers)[REPORT] == found.report
+
+
+def test_every_outcome_but_those_of_an_answer_is_reached_here() -> None:
+    reached = {report.partition("outcome=")[2].partition(";")[0] for _, _, _, report, _ in PASSED}
+    assert reached | {row[4] for row in REFUSED} == set(OUTCOMES) - {"response_edited"}
+
+
+@pytest.mark.parametrize("length", [True, False], ids=["length", "chunked"])
+def test_a_body_of_just_the_limit_passes(length: bool) -> None:
+    found = send(body=b'{"a":1234}', policy=BIG, size=3, length=length)
+    assert (found.refusal, found.outcome) == (None, "inserted")
+
+
+@pytest.mark.parametrize(
+    ("path", "method"),
+    [(CHAT, "GET"), (CHAT, "PUT"), (CHAT, "OPTIONS"), ("/v1/chat/completions", "POST"), ("/metrics", "POST"),
+     (f"{CHAT}/", "POST"), ("/v1/decisions", "POST")],
+)  # fmt: skip
+@pytest.mark.parametrize("value", ["5", "high", ""])
+def test_what_is_no_post_on_an_edited_route_is_left_alone(path: str, method: str, value: str) -> None:
+    headers = [JSON, (X, value), GZIP]
+    found = send(headers, b'{"priority":1}', path=path, method=method, policy=BIG)
+    assert found.body == b'{"priority":1}'
+    assert found.headers == (*headers, ("content-length", "14"))
+    assert (found.report, found.refusal, found.answer) == (None, None, None)
+    assert found.answer_headers == (JSON,)
+
+
+@pytest.mark.parametrize(
+    ("policy", "headers", "kept"),
+    [
+        ("{}", [JSON, FIVE], False),
+        ("keep_header: true", [JSON, FIVE], True),
+        # nothing was moved
+        (IGNORE, [JSON, (X, "high")], True),
+        (FORWARD, [FIVE], True),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, GENERATE])
+def test_the_header_goes_once_it_was_moved(policy: str, headers: list[tuple[str, str]], kept: bool, path: str) -> None:
+    names = [name for name, _ in send(headers, policy=policy, path=path).headers]
+    assert ("x-vllm-priority" in names) is kept
+
+
+@pytest.mark.parametrize(("policy", "kept"), [("{}", False), ("keep_header: true", True)])
+def test_the_header_goes_where_the_answer_carries_it(policy: str, kept: bool) -> None:
+    names = [name for name, _ in send(policy=policy, path=MESSAGES).headers]
+    assert ("x-vllm-priority" in names) is kept
+
+
+def test_no_report_header_where_the_policy_has_none() -> None:
+    for path in (CHAT, MESSAGES):
+        found = send(policy="report_header: null", path=path)
+        assert found.value == "5"
+        assert REPORT not in dict(found.answer_headers)
+
+
+def test_a_report_of_the_server_is_replaced() -> None:
+    head = ((":status", "200"), JSON, (REPORT, "forged"))
+    assert dict(send(answer_head=head).answer_headers)[REPORT] == "5; source=header; outcome=inserted"
+
+
+ANSWERED = [
+    (b'{"priority":0}', b'{"priority":5}'),
+    (b'{"token_ids":[1,2],"priority":0,"x":{"priority":0}}', b'{"token_ids":[1,2],"priority":5,"x":{"priority":0}}'),
+    (b'[{"priority":0},{"a":1,"priority":-9223372036854775808}]', b'[{"priority":5},{"a":1,"priority":5}]'),
+    (b'{"a":1}', b'{"a":1,"priority":5}'),
+    (b"[]", b"[]"),
+]
+
+
+@pytest.mark.parametrize("size", [0, 1, 3])
+@pytest.mark.parametrize(("answer", "edited"), ANSWERED)
+def test_the_answer_of_messages_render_is_edited(answer: bytes, edited: bytes, size: int) -> None:
+    step = size or len(answer)
+    chunks = [answer[at : at + step] for at in range(0, len(answer), step)]
+    head = ((":status", "200"), JSON, ("content-length", str(len(answer))))
+    found = send(body=b'{"priority":9}', path=MESSAGES, answer_head=head, answer_chunks=chunks)
+    assert found.body == b'{"priority":9}', "its request cannot carry one"
+    assert found.answer == edited
+    headers = dict(found.answer_headers)
+    assert headers[REPORT] == "5; source=header; outcome=response_edited"
+    assert "content-length" not in headers
+
+
+@pytest.mark.parametrize(
+    ("policy", "headers", "report"),
+    [
+        (DEFAULT, NO, "3; source=default; outcome=response_edited"),
+        (CLASSES, [JSON, (X, "batch")], "10; source=class; outcome=response_edited"),
+        ("range: {min: 7, outside: clamp}", [JSON, FIVE], "7; source=header; outcome=response_edited; clamped"),
+    ],
+)
+def test_an_edited_answer_says_where_its_priority_comes_from(
+    policy: str, headers: list[tuple[str, str]], report: str
+) -> None:
+    found = send(headers, policy=policy, path=MESSAGES)
+    assert dict(found.answer_headers)[REPORT] == report
+    assert found.answer == b'{"priority":%s}' % report.partition(";")[0].encode()
+
+
+@pytest.mark.parametrize(
+    ("head", "outcome"),
+    [
+        (((":status", "400"), JSON), "not_json"),
+        (((":status", "403"), JSON), "not_json"),
+        (((":status", "500"), ("content-type", "text/plain")), "not_json"),
+        (((":status", "200"), ("content-type", "text/event-stream")), "not_json"),
+        (((":status", "200"),), "not_json"),
+        (((":status", "200"), JSON, GZIP), "encoded"),
+    ],
+)
+def test_an_answer_that_cannot_carry_it_is_left_alone_and_said(head: tuple[tuple[str, str], ...], outcome: str) -> None:
+    answer = b'{"priority":0}'
+    found = send(path=MESSAGES, answer=answer, answer_head=(*head, ("content-length", "14")))
+    assert found.answer == answer
+    headers = dict(found.answer_headers)
+    assert headers[REPORT] == f"none; outcome={outcome}"
+    assert headers["content-length"] == "14"
+
+
+def test_an_answer_without_a_priority_asked_for_is_left_alone() -> None:
+    found = send(NO, path=MESSAGES)
+    assert (found.answer, found.report) == (None, "none; outcome=absent")
+
+
+@pytest.mark.parametrize("value", ["high", "9" * 30])
+def test_a_bad_value_is_refused_on_messages_render_too(value: str) -> None:
+    found = send([JSON, (X, value)], path=MESSAGES)
+    assert found.refusal is not None
+    assert found.refusal[0] == 400
+
+
+LONG = b'{"prompt":"' + b"x" * 400_000 + b'"}'
+
+
+@pytest.mark.parametrize("own_envoy", [True, False], ids=["sidecar", "other proxy"])
+def test_a_long_body_of_unknown_length_is_edited_whole(own_envoy: bool) -> None:
+    found = send(body=LONG, size=16_384, length=False, own_envoy=own_envoy)
+    assert found.report == INSERTED
+    assert found.body == LONG[:-1] + b',"priority":5}'
+    assert "content-length" not in dict(found.headers)
+
+
+def test_a_long_body_is_edited_whole_in_a_proxy_that_is_not_ours() -> None:
+    found = send(body=LONG, size=16_384, own_envoy=False)
+    assert found.body == LONG[:-1] + b',"priority":5}'
+    assert dict(found.headers)["content-length"] == str(len(found.body))
+
+
+@pytest.mark.parametrize("size", [0, 4096, 65_537])
+def test_a_long_body_is_edited_while_it_streams(size: int) -> None:
+    found = send(body=LONG, size=size)
+    assert found.report == "5; source=header; outcome=inserted"
+    assert found.body.rstrip(b" ") == LONG[:-1] + b',"priority":5}'
+    assert dict(found.headers)["content-length"] == str(len(found.body))
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32-le"])
+def test_a_long_body_that_cannot_be_edited_is_refused_late_and_reaches_no_parser(encoding: str) -> None:
+    body = LONG.decode().encode(encoding)
+    found = send(body=body, size=16_384)
+    assert found.refusal is not None
+    assert found.refusal[0] == 415
+    assert json.loads(found.refusal[1])["error"]["param"] == X
+    assert (found.report, dict(found.answer_headers)[REPORT]) == ("none; outcome=not_json",) * 2
+    assert dict(found.answer_headers)["content-type"] == "application/json"
+    assert dict(found.headers)["content-length"] == str(len(found.body))
+    with pytest.raises(ValueError, match="."):
+        json.loads(found.body)
+
+
+def test_a_long_body_that_cannot_be_edited_passes_where_the_policy_forwards() -> None:
+    body = LONG.decode().encode("utf-16")
+    found = send(body=body, size=16_384, policy=FORWARD)
+    assert (found.refusal, found.report) == (None, "none; outcome=not_json")
+    assert json.loads(found.body) == json.loads(body)
+
+
+def test_one_filter_serves_many_requests_alike() -> None:
+    first = [send(headers, body, policy=policy) for policy, headers, body, _, _ in PASSED]
+    assert [send(headers, body, policy=policy) for policy, headers, body, _, _ in PASSED] == first
