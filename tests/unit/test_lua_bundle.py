@@ -1,0 +1,96 @@
+"""One script without require, and settings that reach it as data whatever is in them."""
+
+import lupa.luajit21 as luajit
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from control_plane.lua_bundle import Setting, bundle, lua_literal
+from control_plane.policy import ROLES, Policy, Role, parse_policies
+from control_plane.render import filter_settings
+
+
+def read_back(value: Setting) -> object:
+    """What Lua makes of the literal."""
+
+    def plain(found: object) -> object:
+        if isinstance(found, bytes):
+            return found.decode("utf-8", "surrogateescape")
+        if hasattr(found, "items"):
+            return {plain(key): plain(entry) for key, entry in found.items()}
+        return found
+
+    lua = luajit.LuaRuntime(encoding=None)
+    return plain(lua.execute(f"return {lua_literal(value)}".encode()))
+
+
+@pytest.mark.parametrize(
+    ("value", "literal"),
+    [
+        (None, "nil"),
+        (True, "true"),
+        (False, "false"),
+        (0, "0"),
+        (-5, "-5"),
+        ("", '""'),
+        ("a b", '"a b"'),
+        ('"', '"\\034"'),
+        ("\\", '"\\092"'),
+        ("\n]]--", '"\\010]]--"'),
+        ("1\n2", '"1\\0102"'),
+        ("é", '"\\195\\169"'),
+        ("\0", '"\\000"'),
+        ({}, "{  }"),
+        ({"b": 1, "a": {"x": False}, "n": None}, '{ ["a"] = { ["x"] = false }, ["b"] = 1 }'),
+    ],
+)
+def test_a_literal(value: Setting, literal: str) -> None:
+    assert lua_literal(value) == literal
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"]))
+values = st.recursive(
+    st.booleans() | st.integers(-(2**53), 2**53) | texts, lambda inner: st.dictionaries(texts, inner), max_leaves=20
+)
+
+
+@given(values)
+@settings(deadline=None)
+def test_lua_reads_back_what_was_written(value: Setting) -> None:
+    assert read_back(value) == value
+    assert lua_literal(value).isascii()
+    assert lua_literal(value).isprintable()
+
+
+def test_a_literal_does_not_depend_on_the_order_of_its_keys() -> None:
+    assert lua_literal({"a": 1, "b": 2}) == lua_literal({"b": 2, "a": 1})
+
+
+# What Envoy Gateway's and Istio's validators take away, and what no filter needs.
+FORBIDDEN = ("require", "load", "loadstring", "dofile", "loadfile", "package", "io", "os", "debug", "ffi", "jit")
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_the_script_runs_with_nothing_but_the_language(role: Role) -> None:
+    lua = luajit.LuaRuntime(encoding=None)
+    for name in FORBIDDEN:
+        lua.globals()[name.encode()] = None
+    before = set(lua.globals())
+    lua.execute(bundle(filter_settings(Policy(), role, own_envoy=True)).encode())
+    assert set(lua.globals()) - before == {b"envoy_on_request", b"envoy_on_response"}, "no other global is left"
+
+
+@pytest.mark.parametrize("path", ["/]]--", '/"x', "/\\n", "/'", "/é", "/${x}", "/$(x)", "/--[["])
+def test_a_route_cannot_break_out_of_its_literal(path: str) -> None:
+    policy = Policy.model_validate({"routes": {"extra": [path]}})
+    lua = luajit.LuaRuntime(encoding=None)
+    lua.execute(bundle(filter_settings(policy, "render", own_envoy=True)).encode())
+    assert read_back(filter_settings(policy, "render", own_envoy=True)["routes"])[path] == "request"  # type: ignore[index]
+
+
+def test_the_same_policy_makes_the_same_script() -> None:
+    one = parse_policies("{classes: {a: 1, b: 2}, default: a}").default
+    other = parse_policies("{default: a, classes: {b: 2, a: 1}}").default
+    assert bundle(filter_settings(one, "render", own_envoy=True)) == bundle(
+        filter_settings(other, "render", own_envoy=True)
+    )
