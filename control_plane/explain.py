@@ -75,6 +75,7 @@ class Filter:
         self._to_table = lua.table_from
         self._on_request = functions[b"envoy_on_request"]
         self._on_response = functions[b"envoy_on_response"]
+        self._collect = functions[b"collectgarbage"]
 
     def explain(
         self,
@@ -93,6 +94,8 @@ class Filter:
         request = _Stream(
             pseudo + [(name.lower().encode(), value.encode("latin-1")) for name, value in headers], chunks, metadata
         )
+        # lupa mixes up Python's objects where Lua collects them while they come and go: between requests there are none.
+        self._collect(b"stop")
         self._on_request(request)
         refusal = request.response
         if refusal is None:
@@ -101,6 +104,7 @@ class Filter:
         else:
             response = _Stream(list(refusal[0].items()), [refusal[1]], metadata)
         self._on_response(response)
+        self._collect(b"collect")
         late = metadata.values.get(b"refused_status")
         edited = b"".join(response.chunks)
         refused: tuple[int, bytes] | None = None

@@ -319,8 +319,7 @@ def test_a_long_body_that_cannot_be_edited_is_refused_late_and_reaches_no_parser
     assert (found.report, dict(found.answer_headers)[REPORT]) == ("none; outcome=not_json",) * 2
     assert dict(found.answer_headers)["content-type"] == "application/json"
     assert dict(found.headers)["content-length"] == str(len(found.body))
-    with pytest.raises(ValueError, match="."):
-        json.loads(found.body)
+    assert found.body.endswith(b"\0" * 4096), "no server takes that for JSON in any encoding"
 
 
 def test_a_long_body_that_cannot_be_edited_passes_where_the_policy_forwards() -> None:
