@@ -58,6 +58,7 @@ def test_completions_chain_ends_with_a_text_for_each_prompt(
 ) -> None:
     body = {**BODIES[COMPLETIONS], **GREEDY}
     requests = generate_requests(client.post(render_sidecar_url + COMPLETIONS, json=body, headers=HEADER))
+    assert {request["priority"] for request in requests} == {-10}
     generated = [client.post(engine_sidecar_url + GENERATE, json=request).json() for request in requests]
     derendered = client.post(render_sidecar_url + DERENDER_COMPLETIONS, json={"generate_responses": generated}).json()
     coupled = client.post(engine_url + "/v1/completions", json=body).json()
@@ -72,6 +73,7 @@ def test_streamed_chain_ends_with_the_text_of_the_coupled_route(
     """Each chunk that the engine sends is derendered as it comes; its state travels with the client."""
     body = {**BODIES[CHAT], **GREEDY, "stream": True}
     rendered = client.post(render_sidecar_url + CHAT, json=body, headers=HEADER).json()
+    assert rendered["priority"] == -10
     text, state = "", None
     for chunk in events(client, engine_sidecar_url + GENERATE, rendered):
         derendered = client.post(
