@@ -18,7 +18,7 @@ local route_of = priority.router(settings)
 
 -- Why a priority cannot be moved into a body.
 local UNMOVABLE = {
-  not_json = "a priority can be moved only into a body of content-type application/json",
+  not_json = "a priority can be moved only into a body of content-type application/json, and not with an upgrade",
   encoded = "a priority can be moved only into a body without content-encoding",
 }
 
@@ -94,7 +94,7 @@ end
 
 -- Holds a body whose length was not said to the limit; true where it was refused.
 local function is_over_limit(handle, headers)
-  if not MAX_BODY or headers:get("content-length") then
+  if not MAX_BODY or headers:get("content-length") or headers:get("upgrade") then
     return false
   end
   local body = handle:body()
@@ -157,6 +157,8 @@ local function edit_stream(handle, headers, verdict, length)
   headers:replace("content-length", format("%.0f", length + growth))
   local editor = json_edit.new(MEMBER, verdict.text, length, growth, is_default)
   local passed, refusal = 0, nil
+  -- An answer that does not wait for the whole body, or for any of it, finds this.
+  note(handle, report_of("pending", verdict))
   for chunk in handle:bodyChunks() do
     local size = chunk:length()
     if size > 0 then
@@ -175,10 +177,6 @@ local function edit_stream(handle, headers, verdict, length)
         if new then
           chunk:setBytes(new)
         end
-      end
-      if passed == 0 then
-        -- An answer that does not wait for the whole body finds this.
-        note(handle, report_of("pending", verdict))
       end
       passed = passed + size
       if passed >= length and not refusal then
@@ -202,6 +200,9 @@ local function edit_request(handle, headers, verdict)
   end
 
   -- All else is held until it is whole. A server can do nothing with less, and its length is right by itself.
+  if not length then
+    note(handle, report_of("pending", verdict)) -- Envoy's own answer to a body that it does not hold finds this
+  end
   local body = handle:body()
   local size = body and body:length() or 0
   if size == 0 then
@@ -270,8 +271,9 @@ function envoy_on_request(handle)
   end
 
   local encoding = headers:get("content-encoding")
+  -- What follows an upgrade is no body, and has no end to wait for.
   local unmovable = (encoding and encoding ~= "identity" and "encoded")
-    or (not priority.is_json(headers:get("content-type")) and "not_json")
+    or ((not priority.is_json(headers:get("content-type")) or headers:get("upgrade")) and "not_json")
   if not unmovable then
     return edit_request(handle, headers, verdict)
   end
