@@ -94,7 +94,7 @@ class Filter:
         request = _Stream(
             pseudo + [(name.lower().encode(), value.encode("latin-1")) for name, value in headers], chunks, metadata
         )
-        # lupa mixes up Python's objects where Lua collects them while they come and go: between requests there are none.
+        # lupa mixes Python's objects up where Lua collects while they come and go: between requests there are none.
         self._collect(b"stop")
         self._on_request(request)
         refusal = request.response

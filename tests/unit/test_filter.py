@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from control_plane.explain import Explanation, Filter
-from control_plane.policy import parse_policies
-from control_plane.render import OUTCOMES
+from control_plane.policy import Policy, parse_policies
+from control_plane.render import OUTCOMES, filter_settings
 
 CHAT, GENERATE, MESSAGES = "/v1/chat/completions/render", "/inference/v1/generate", "/v1/messages/render"
 JSON = ("content-type", "application/json")
@@ -284,7 +284,9 @@ def test_a_bad_value_is_refused_on_messages_render_too(value: str) -> None:
     assert found.refusal[0] == 400
 
 
-LONG = b'{"prompt":"' + b"x" * 400_000 + b'"}'
+STREAM_ABOVE = filter_settings(Policy(), "engine", own_envoy=True)["stream_above"]
+assert isinstance(STREAM_ABOVE, int)
+LONG = b'{"prompt":"' + b"x" * (STREAM_ABOVE + 100_000) + b'"}'
 
 
 @pytest.mark.parametrize("own_envoy", [True, False], ids=["sidecar", "other proxy"])
