@@ -133,19 +133,19 @@ class Placement:
 
 
 # How the filter handles bodies in an Envoy of our own; templates and routes place the first four.
-_CONNECTION_BUFFER = 131072
-"""Bytes Envoy reads at a time, and up to 16 KiB more."""
+_CONNECTION_BUFFER = 393216
+"""Bytes Envoy reads at a time, and up to 16 KiB more; and what it takes from a client whose upstream is not there.
+Envoy 1.36 holds no larger body: it raises no limit by route, and on HTTP/2 the window is the limit."""
 _HELD_BODY = 268435456
 """The largest body that is held: only one of unknown length comes near."""
-_STREAM_ABOVE = 262144
+_STREAM_ABOVE = 1310720
 """A longer body is not held but edited as it streams by, past `_PROVEN_AFTER` bytes."""
-_STREAM_BUFFER = 16384
-"""Bytes of a streamed body that wait for a connection to the upstream before Envoy stops reading."""
-_HTTP2_WINDOW = 65536
+_HTTP2_WINDOW = _CONNECTION_BUFFER
 """Bytes an HTTP/2 client may send on although Envoy has stopped reading."""
-_PROVEN_AFTER = _STREAM_BUFFER + _HTTP2_WINDOW + 16384
-"""Once more than this has passed, the upstream's connection is up: the headers have left. The last chunk of a
-streamed body comes after it: _STREAM_ABOVE is larger than this and the largest chunk together."""
+_PROVEN_AFTER = _CONNECTION_BUFFER + _HTTP2_WINDOW + 16384
+"""Once more than this has passed, the upstream's connection is up: the headers have left. A route's limit cannot lower
+it, since Envoy only ever raises a stream's. The last chunk of a streamed body comes after it: _STREAM_ABOVE is
+larger than this and the largest chunk together."""
 
 
 def filter_settings(policy: Policy, role: Role, own_envoy: bool) -> dict[str, Setting]:
@@ -433,7 +433,7 @@ def _routes() -> list[Resource]:
     kinds: list[tuple[Resource, Resource]] = [
         ({"prefix": "/", "headers": [not_post]}, without_lua),
         *(({"path": path}, without_lua) for path in sorted(READS_HEADER)),
-        ({"prefix": "/", "headers": [long]}, {"request_body_buffer_limit": _STREAM_BUFFER}),
+        ({"prefix": "/", "headers": [long]}, {}),
         ({"prefix": "/"}, {"request_body_buffer_limit": _HELD_BODY}),
     ]
     routes = []

@@ -41,9 +41,10 @@ def load(text: str) -> Policy:
     return parse_policies(text).default
 
 
+_OUTCOME = "|".join(render.OUTCOMES)
 _COUNTER = re.compile(
-    rf"^envoy_\w*lua\w*{NAMESPACE}_(?P<own>[a-z_]+?)(?:\{{.*\}})?$"
-    rf'|^envoy_cluster_upstream_cx_none_healthy\{{.*"{NAMESPACE}_(?P<cluster>[a-z_]+)".*\}}$'
+    rf"^envoy_\w*lua\w*{NAMESPACE}_({_OUTCOME})(?:\{{.*\}})?$"
+    rf'|^envoy_cluster_upstream_cx_none_healthy\{{.*"{NAMESPACE}_({_OUTCOME})".*\}}$'
 )
 
 
@@ -95,6 +96,12 @@ class RunningSidecar:
         statuses = json.loads(self.get("/listeners?format=json"))["listener_statuses"]
         return int(statuses[0]["local_address"]["socket_address"]["port_value"]) if statuses else None
 
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Of the Envoy that runs, such as (1, 40)."""
+        text = json.loads(self.get("/server_info"))["version"].split("/")[1]
+        return tuple(int(part) for part in text.split(".")[:2])
+
     def messages(self) -> str:
         """What Envoy wrote to its own log."""
         return self.log.read_text(errors="replace")[-4000:]
@@ -136,20 +143,17 @@ class RunningSidecar:
         assert found, "Envoy shows no counter of Lua errors"
         return found
 
-    def logged(self, count: int = 1, since: int = 0) -> list[dict[str, Any]]:
-        """Lines of the access log past the first `since`, once there are `count`."""
+    def logged_of(self, request_id: str) -> dict[str, Any]:
+        """The access log's line of the request that carried this x-request-id."""
         until = time.monotonic() + WAIT
-        while True:
+        while time.monotonic() < until:
             text = self.access_log.read_text() if self.access_log.exists() else ""
-            lines = text.splitlines()[since:]
-            if len(lines) >= count and text.endswith("\n"):
-                return [json.loads(line) for line in lines]
-            assert time.monotonic() < until, f"{len(lines)} lines in the access log, {count} should be there"
+            for line in text.splitlines()[: text.count("\n")]:
+                entry: dict[str, Any] = json.loads(line)
+                if entry["request_id"] == request_id:
+                    return entry
             time.sleep(0.01)
-
-    def log_length(self) -> int:
-        """Lines in the access log now."""
-        return len(self.access_log.read_text().splitlines()) if self.access_log.exists() else 0
+        raise AssertionError(f"no line of request {request_id} in the access log")
 
     def peak_memory(self) -> int:
         """Bytes: the most that this Envoy ever held (VmHWM)."""

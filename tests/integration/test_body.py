@@ -160,7 +160,20 @@ def test_b6_an_empty_object_gets_no_stray_comma(
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b" ", b"[]", b"null", b'[{"token_ids":[1],"priority":1}]', b'"priority"', b"5", b"true", b"\xef\xbb\xbf"],
+    [
+        b"",
+        b" ",
+        b"[]",
+        b"null",
+        b'[{"token_ids":[1],"priority":1}]',
+        b'"priority"',
+        b"5",
+        b"true",
+        b"\xef\xbb\xbf",
+        b"\xef\xbb\xbf\xbf",
+        b"\xbf\xbb\xef",
+        b"\xef\xbb",
+    ],
 )
 def test_b6_a_body_that_is_no_object_goes_on_as_it_was(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, body: bytes
@@ -346,7 +359,7 @@ def test_b11_malformed_json_stays_malformed_and_reaches_the_upstream(
     assert upstream.only.body[:1] == body[:1]
 
 
-@pytest.mark.parametrize("depth", [500, 20_000, 200_000])
+@pytest.mark.parametrize("depth", [500, 20_000, 150_000])
 def test_b11_deep_nesting_is_passed_through(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, depth: int
 ) -> None:

