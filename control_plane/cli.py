@@ -496,6 +496,9 @@ def inject(path: str, uninject: bool, policy: str | None, **options: Any) -> Non
     except ValueError:
         raise BadInput(f"-f: {path}: not UTF-8 text; allowed: manifests in YAML or JSON") from None
     written, notes = uninject_stream(text) if uninject else inject_stream(text, _policies(policy), settings)
+    if written == text:
+        what = "no sidecar was found to take out" if uninject else "no pod template of a vLLM server was found"
+        notes = [*notes, f"{path}: unchanged: {what}"]
     for note in notes:
         click.echo(f"vllm-priority inject: {note}", err=True)
     sys.stdout.buffer.write(written.encode())

@@ -6,6 +6,7 @@ sent is announced first. How each question is put, and why the answer proves som
 
 import asyncio
 import re
+import socket
 import ssl
 import time
 from collections.abc import AsyncIterator, Callable
@@ -836,5 +837,7 @@ def _reason(error: BaseException, timeout: float) -> str:
             return f"its certificate is not trusted: {cause.verify_message}"
         if isinstance(cause, ConnectionRefusedError):
             return "connection refused"
+        if isinstance(cause, socket.gaierror):
+            return "no such host"
         cause = cause.__cause__ or cause.__context__
     return _one_line(str(error), 120) or type(error).__name__

@@ -133,19 +133,20 @@ class Placement:
 
 
 # How the filter handles bodies in an Envoy of our own; templates and routes place the first four.
-_CONNECTION_BUFFER = 393216
-"""Bytes Envoy reads at a time, and up to 16 KiB more; and what it takes from a client whose upstream is not there.
-Envoy 1.36 holds no larger body: it raises no limit by route, and on HTTP/2 the window is the limit."""
-_HELD_BODY = 268435456
+_CONNECTION_BUFFER = 262144
+"""Where Envoy stops reading from a client, up to a read of 128 KiB late: so it also bounds what it takes from one whose
+upstream is not there. Envoy 1.36 holds no larger body: it raises no limit by route, and over HTTP/2 the window is it."""
+_HELD_BODY = 83886080
 """The largest body that is held: only one of unknown length comes near."""
-_STREAM_ABOVE = 1310720
+_STREAM_ABOVE = 819200
 """A longer body is not held but edited as it streams by, past `_PROVEN_AFTER` bytes."""
 _HTTP2_WINDOW = _CONNECTION_BUFFER
 """Bytes an HTTP/2 client may send on although Envoy has stopped reading."""
 _PROVEN_AFTER = _CONNECTION_BUFFER + _HTTP2_WINDOW + 16384
-"""Once more than this has passed, the upstream's connection is up: the headers have left. A route's limit cannot lower
-it, since Envoy only ever raises a stream's. The last chunk of a streamed body comes after it: _STREAM_ABOVE is
-larger than this and the largest chunk together."""
+"""Once more than this has passed, the upstream's connection is up: the headers have left. Without it Envoy takes no
+further chunk over HTTP/1.1 once _CONNECTION_BUFFER has passed, and over HTTP/2 none once the window has as well. A
+route's limit cannot lower that, since Envoy only ever raises a stream's. The last chunk of a streamed body comes after
+the bound of its protocol: _STREAM_ABOVE less the largest chunk (_CONNECTION_BUFFER + 128 KiB; 16 KiB over HTTP/2)."""
 
 
 def filter_settings(policy: Policy, role: Role, own_envoy: bool) -> dict[str, Setting]:
@@ -177,7 +178,7 @@ def filter_settings(policy: Policy, role: Role, own_envoy: bool) -> dict[str, Se
     }
 
 
-# Outcomes, in the order of the README's table; each is a counter.
+# Each is a counter.
 OUTCOMES = (
     "inserted", "replaced", "response_edited", "default", "absent", "invalid",
     "out_of_range", "ambiguous", "not_json", "encoded", "too_large",
@@ -287,6 +288,7 @@ def istio(policy: Policy, placement: Placement) -> list[Resource]:
             metadata=_object_metadata(placement),
             selector=dict(placement.attachment.selector or {ROLE_LABEL: placement.role}),
             filter_name=FILTER_NAME,
+            held_body=_HELD_BODY,
             typed_config=filter_config(policy, placement.role, own_envoy=False),
         )
     ]

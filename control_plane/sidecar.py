@@ -1,6 +1,7 @@
 """Finds Envoy and runs it on a rendered config."""
 
 import contextlib
+import fcntl
 import json
 import os
 import re
@@ -119,7 +120,7 @@ class Sidecar:
         self.process = subprocess.Popen(
             [
                 self._envoy, "-c", path, "--use-dynamic-base-id", "--concurrency", str(self._concurrency),
-                "--log-level", self._log_level, "--drain-time-s", "5",
+                "--log-level", self._log_level, "--drain-time-s", "5", "--file-flush-interval-msec", "1000",
             ],
             stdin=subprocess.DEVNULL,
             # Envoy's log: to the caller's place, or kept to name the reason if it does not start.
@@ -187,6 +188,9 @@ def run_foreground(
     for what, address in (("--listen", placement.listen), ("--admin", placement.admin)):
         _check_free(address, what)
     _check_writable(placement.access_log)
+    for descriptor in (sys.stdout.fileno(), sys.stderr.fileno()):
+        # Envoy appends to the same file: whoever writes at an offset of its own writes over its lines.
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
     sidecar = Sidecar(bootstrap, envoy, concurrency=concurrency, log=sys.stderr.fileno())
     signals: list[int] = []
 

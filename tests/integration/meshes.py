@@ -87,6 +87,7 @@ filter_chains:
 
 _GATEWAY = """
 name: default/eg/http
+per_connection_buffer_limit_bytes: 134217728
 filter_chains:
 - filters:
   - name: envoy.filters.network.http_connection_manager
@@ -99,7 +100,7 @@ filter_chains:
       merge_slashes: true
       path_with_escaped_slashes_action: UNESCAPE_AND_REDIRECT
       common_http_protocol_options: {headers_with_underscores_action: REJECT_REQUEST}
-      http2_protocol_options: {max_concurrent_streams: 100, initial_stream_window_size: 65536, initial_connection_window_size: 1048576}
+      http2_protocol_options: {max_concurrent_streams: 100, initial_stream_window_size: 134217728, initial_connection_window_size: 134217728}
       http_filters:
       - name: envoy.filters.http.router
         typed_config: {"@type": type.googleapis.com/envoy.extensions.filters.http.router.v3.Router, suppress_envoy_headers: true}
@@ -107,19 +108,27 @@ filter_chains:
 
 
 def apply_envoy_filter(envoy_filter: dict[str, Any], listener: dict[str, Any]) -> None:
-    """What istiod does with the HTTP_FILTER patches of an EnvoyFilter to an inbound listener."""
+    """What istiod does with the patches of an EnvoyFilter to an inbound listener."""
     for patch in envoy_filter["spec"]["configPatches"]:
-        assert patch["applyTo"] == "HTTP_FILTER"
         assert patch["match"]["context"] == "SIDECAR_INBOUND"
+        managers = [
+            network_filter["typed_config"]
+            for chain in listener["filter_chains"]
+            for network_filter in chain["filters"]
+            if network_filter["name"] == "envoy.filters.network.http_connection_manager"
+        ]
+        if patch["applyTo"] == "VIRTUAL_HOST":
+            assert patch["patch"]["operation"] == "MERGE"
+            for manager in managers:
+                for host in manager["route_config"]["virtual_hosts"]:
+                    host.update(patch["patch"]["value"])
+            continue
+        assert patch["applyTo"] == "HTTP_FILTER"
         assert patch["patch"]["operation"] == "INSERT_BEFORE"
-        wanted = patch["match"]["listener"]["filterChain"]["filter"]
-        for chain in listener["filter_chains"]:
-            for network_filter in chain["filters"]:
-                if network_filter["name"] != wanted["name"]:
-                    continue
-                http_filters = network_filter["typed_config"]["http_filters"]
-                names = [entry["name"] for entry in http_filters]
-                http_filters.insert(names.index(wanted["subFilter"]["name"]), patch["patch"]["value"])
+        wanted = patch["match"]["listener"]["filterChain"]["filter"]["subFilter"]["name"]
+        for manager in managers:
+            names = [entry["name"] for entry in manager["http_filters"]]
+            manager["http_filters"].insert(names.index(wanted), patch["patch"]["value"])
 
 
 class IstioSidecar(RunningSidecar):

@@ -19,7 +19,14 @@ _edit = _lua.execute(b"return (function(...) " + read_text("lua", "json_edit.lua
 
 
 def edit(
-    body: bytes, value: int, cuts: list[int], *, promised: bool, keep: bool = False, wide: bool = False, lists: bool = False
+    body: bytes,
+    value: int,
+    cuts: list[int],
+    *,
+    promised: bool,
+    keep: bool = False,
+    wide: bool = False,
+    lists: bool = False,
 ) -> tuple[bytes, str]:
     """The body as the upstream would see it, and what came of it; cut before each position in `cuts`."""
     text = str(value).encode()
@@ -84,7 +91,8 @@ HARD = [
     b'{"\\u0070riority":7,"b":"}"}',
     b'{"\\u0070\\u0072\\u0069\\u006f\\u0072\\u0069\\u0074\\u0079":7}',
     b'{"\\u0070\\u0072\\u0069\\u006F\\u0072\\u0069\\u0074\\u0079":7,"priority":1}',
-    b'{"service_tier":"priority","metadata":{"priority":"x"},"messages":[{"role":"user","content":"\\"priority\\": 1}"}],"Priority":8}',
+    b'{"service_tier":"priority","metadata":{"priority":"x"},"messages":[{"role":"user",'
+    b'"content":"\\"priority\\": 1}"}],"Priority":8}',
     b'{"a":"\\\\","priority":"5"}',
     b'{"a":"\\\\\\"","priority":null,"b":[[],{},[{"priority":1}]]}',
     b'{"priority":{"priority":[1,"]}"]},"x":1}',
