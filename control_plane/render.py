@@ -135,7 +135,7 @@ class Placement:
 # How the filter handles bodies in an Envoy of our own; templates and routes place the first four.
 _CONNECTION_BUFFER = 262144
 """Where Envoy stops reading from a client, up to a read of 128 KiB late: so it also bounds what it takes from one whose
-upstream is not there. Envoy 1.36 holds no larger body: it raises no limit by route, and over HTTP/2 the window is it."""
+upstream is not there. Envoy 1.36 holds no larger body: it raises no limit by route; over HTTP/2 the window is it."""
 _HELD_BODY = 83886080
 """The largest body that is held: only one of unknown length comes near."""
 _STREAM_ABOVE = 819200

@@ -120,7 +120,7 @@ def apply_envoy_filter(envoy_filter: dict[str, Any], listener: dict[str, Any]) -
         if patch["applyTo"] == "VIRTUAL_HOST":
             assert patch["patch"]["operation"] == "MERGE"
             for manager in managers:
-                for host in manager["route_config"]["virtual_hosts"]:
+                for host in manager.get("route_config", {}).get("virtual_hosts", []):
                     host.update(patch["patch"]["value"])
             continue
         assert patch["applyTo"] == "HTTP_FILTER"
