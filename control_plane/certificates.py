@@ -66,7 +66,7 @@ class Certificate:
             try:
                 digest.update(path.read_bytes())
             except OSError as error:
-                raise BadInput(f"{path}: cannot be read: {error.strerror}; allowed: a certificate or key in PEM") from None
+                raise BadInput(f"{path}: cannot be read: {error.strerror}; allowed: a PEM file") from None
         return digest.digest()
 
     def _load(self) -> tuple[ssl.SSLContext, x509.Certificate]:
