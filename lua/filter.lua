@@ -1,7 +1,7 @@
 -- The Envoy filter: the only file that touches Envoy's stream handle.
 --
--- A request that carries a priority, on a route that does not read the header: its body is edited while it
--- streams by. A route whose answer alone can carry it: the answer is. Everything else is let go at once.
+-- A request that carries a priority, on a route that does not read the header: its body is edited, a long one while
+-- it streams by. A route whose answer alone can carry it: the answer is. Everything else is let go at once.
 
 local settings, json_edit, priority = ...
 
@@ -123,18 +123,14 @@ local function edited_bytes(editor, buffer, size, frozen)
   if size <= PIECE then
     return json_edit.feed(editor, buffer:getBytes(0, size), frozen)
   end
-  local parts = nil
+  local parts, changed = {}, false
   for offset = 0, size - 1, PIECE do
     local bytes = buffer:getBytes(offset, min(PIECE, size - offset))
     local new = json_edit.feed(editor, bytes, frozen)
-    if new and not parts then
-      parts = { offset > 0 and buffer:getBytes(0, offset) or "" }
-    end
-    if parts then
-      parts[#parts + 1] = new or bytes
-    end
+    parts[#parts + 1] = new or bytes
+    changed = changed or new ~= nil
   end
-  return parts and concat(parts)
+  return changed and concat(parts) or nil
 end
 
 -- Why the editor's text is refused, or nil.
