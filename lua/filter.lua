@@ -38,12 +38,13 @@ local function report_of(outcome, verdict)
   return verdict.text .. "; source=" .. verdict.source .. "; outcome=" .. outcome .. verdict.note
 end
 
--- Says what came of a priority: in a counter, in the access log, and where the answer finds it. One entry of
--- metadata and not one for each part: an entry costs as much as the scan of a small body.
+-- Where the access log and the answer find it. One entry of metadata and not one for each part: an entry costs as
+-- much as the scan of a small body.
 local function note(handle, report)
   handle:streamInfo():dynamicMetadata():set(NAMESPACE, "report", report)
 end
 
+-- Says what came of a priority: in a counter, in the access log, and in the answer.
 local function tell(handle, outcome, verdict)
   count(handle, outcome)
   note(handle, verdict and report_of(outcome, verdict) or "none; outcome=" .. outcome)
