@@ -1,5 +1,6 @@
 """The filter inside an Istio sidecar: every case of the other tables that is the filter's own to keep there."""
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -7,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from control_plane.policy import Policy
+from control_plane.render import Placement
 from control_plane.sidecar import envoy_version
 
 from . import test_body, test_meaning, test_transport
@@ -84,3 +87,30 @@ def test_a_path_is_matched_whatever_the_mesh_made_of_it(
 def test_no_counter_of_ours_is_a_cluster_of_the_mesh(sidecar: SidecarFactory) -> None:
     names = {cluster["name"] for cluster in sidecar().config("Cluster")}
     assert names == {"inbound|8000||", "BlackHoleCluster"}
+
+
+class _RoutedByPriority(IstioSidecar):
+    """With a route of an operator's own that takes what has a priority."""
+
+    def configuration(self, policy: Policy, placement: Placement) -> dict[str, Any]:
+        config = super().configuration(policy, placement)
+        for chain in config["static_resources"]["listeners"][0]["filter_chains"]:
+            host = chain["filters"][0]["typed_config"].get("route_config", {}).get("virtual_hosts", [None])[0]
+            if host:
+                urgent = json.loads(json.dumps(host["routes"][0]))
+                urgent["match"]["headers"] = [{"name": "x-vllm-priority", "present_match": True}]
+                urgent["response_headers_to_add"] = [{"header": {"key": "x-route", "value": "urgent"}}]
+                host["routes"].insert(0, urgent)
+        return config
+
+
+def test_a_route_that_was_chosen_by_the_header_is_kept_when_the_header_goes(
+    envoy: Path, upstream: RecordingUpstream, tmp_path: Path
+) -> None:
+    routed = _RoutedByPriority(envoy, tmp_path, "render", Policy(), upstream.address)
+    try:
+        answer = call(routed.address, RENDER, b"{}", priority("5"))
+    finally:
+        routed.stop()
+    assert upstream.only.priorities == [5]
+    assert answer.all("x-route") == ["urgent"]
