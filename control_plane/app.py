@@ -23,7 +23,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from control_plane.admission import InjectorSettings, review
+from control_plane.admission import InjectorSettings, encoded, review
 from control_plane.certificates import Certificate
 from control_plane.errors import BadInput, PriorityError
 from control_plane.fleet import Fleet, Report, Standing
@@ -185,7 +185,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
             await services.close()
 
     app = _App(title="vllm-priority control plane", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.front = _Front(app.serve_routes, settings, policy, fleet, metrics)
+    app.front = _Front(app.serve_routes, settings, policy, services, fleet, metrics)
     app.state.policy, app.state.certificate, app.state.fleet = policy, certificate, fleet
 
     @app.exception_handler(BadInput)
@@ -225,21 +225,6 @@ def create_app(settings: ServeSettings) -> FastAPI:
                 },
             },
         )
-
-    @app.post("/inject")
-    async def inject(request: Request) -> Response:
-        """An AdmissionReview of admission.k8s.io/v1 -> the review with its response."""
-        body = await request.body()
-        try:
-            with metrics.inject_seconds.time():
-                asked = _decoded(body)
-                known = await services.of(_namespace(asked)) if services else None
-                answer = _encoded(review(asked, policy.snapshot.policies, settings.injector, known))
-        except BadInput as error:
-            metrics.requests.labels("inject", "bad_request").inc()
-            return _json(400, {"detail": str(error)})
-        metrics.requests.labels("inject", "answered").inc()
-        return Response(answer, media_type="application/json")
 
     @app.get("/metrics")
     async def prometheus() -> Response:
@@ -362,18 +347,26 @@ class _App(FastAPI):
 
 
 class _Front:
-    """Reads each request's body within bounds, and answers discovery.
+    """Reads each request's body within bounds, and answers discovery and reviews.
 
-    Discovery is answered here, in front of FastAPI's middleware and routing: thousands of sidecars poll one process,
-    and what FastAPI does with each request costs more than the whole answer.
+    These are answered here, in front of FastAPI's middleware and routing: thousands of sidecars poll one process, a
+    cluster waits for its reviews, and what FastAPI does with each request costs about as much as the whole answer.
     """
 
     def __init__(
-        self, app: ASGIApp, settings: ServeSettings, policy: PolicyFile, fleet: Fleet, metrics: _Metrics
+        self,
+        app: ASGIApp,
+        settings: ServeSettings,
+        policy: PolicyFile,
+        services: Services | None,
+        fleet: Fleet,
+        metrics: _Metrics,
     ) -> None:
         self._app = app
         self._seconds = settings.body_seconds
+        self._injector = settings.injector
         self._policy = policy
+        self._services = services
         self._fleet = fleet
         self._metrics = metrics
         self._askers = Askers()
@@ -393,18 +386,35 @@ class _Front:
             return
         except _GoneError:
             return
-        if kind is not None:
-            await self._discover(scope["method"], kind, body, send)
+        if kind is not None or path == _INJECT:
+            if scope["method"] != "POST":
+                line = f"{scope['method']}: is not allowed here; allowed: POST"
+                await _send_line(send, 405, line, [(b"allow", b"POST")])
+            elif kind is not None:
+                await self._discover(kind, body, send)
+            else:
+                await self._review(body, send)
         elif path.startswith(_DISCOVERY):
             allowed = ", ".join(TYPES)
             await _send_line(send, 404, f"{path}: this type is not served; allowed: {_DISCOVERY} and one of {allowed}")
         else:
             await self._app(scope, _replay(body, receive), send)
 
-    async def _discover(self, method: str, kind: str, body: bytes, send: Send) -> None:
-        if method != "POST":
-            await _send_line(send, 405, f"{method}: is not allowed here; allowed: POST", [(b"allow", b"POST")])
+    async def _review(self, body: bytes, send: Send) -> None:
+        """An AdmissionReview of admission.k8s.io/v1 -> the review with its response."""
+        try:
+            with self._metrics.inject_seconds.time():
+                asked = _decoded(body)
+                known = await self._services.of(_namespace(asked)) if self._services else None
+                answer = encoded(review(asked, self._policy.snapshot.policies, self._injector, known))
+        except BadInput as error:
+            self._metrics.requests.labels("inject", "bad_request").inc()
+            await _send_line(send, 400, str(error))
             return
+        self._metrics.requests.labels("inject", "answered").inc()
+        await _send(send, 200, answer)
+
+    async def _discover(self, kind: str, body: bytes, send: Send) -> None:
         count = self._metrics.count
         try:
             asker, version = self._askers.read(kind, body)
@@ -426,6 +436,7 @@ class _Front:
 
 _REPORTED = tuple(entry.name for entry in fields(Report))
 _DISCOVERY = "/v3/discovery:"
+_INJECT = "/inject"
 _NOT_MODIFIED: Message = {"type": "http.response.start", "status": 304, "headers": []}
 _END: Message = {"type": "http.response.body", "body": b""}
 
@@ -515,13 +526,8 @@ def _headers(body: bytes) -> list[tuple[bytes, bytes]]:
 
 def _line(text: str) -> bytes:
     """An error in the shape of FastAPI's own."""
-    return _encoded({"detail": text})
+    return encoded({"detail": text})
 
 
 def _json(status: int, content: Any) -> Response:
-    return Response(_encoded(content), status, media_type="application/json")
-
-
-def _encoded(content: Any) -> bytes:
-    # ASCII: a file's name that is no UTF-8 holds lone surrogates, which would not encode.
-    return json.dumps(content, separators=(",", ":"), ensure_ascii=True).encode()
+    return Response(encoded(content), status, media_type="application/json")

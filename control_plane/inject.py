@@ -190,8 +190,8 @@ def _replaced(value: Any, replace: Callable[[str], str | None]) -> Iterator[None
 # ---- Pod templates -------------------------------------------------------------------------------------------------
 
 
-def _templates(tree: Any) -> Iterator[tuple[str, str | None, Tree]]:
-    """(name for the notes, namespace, pod template) of all templates in a document."""
+def _templates(tree: Any) -> Iterator[tuple[str, Tree]]:
+    """(name for the notes, pod template) of all templates in a document."""
     if not isinstance(tree, MutableMapping):
         return
     kind = tree.get("kind")
@@ -207,9 +207,8 @@ def _templates(tree: Any) -> Iterator[tuple[str, str | None, Tree]]:
             metadata = tree.get("metadata")
             metadata = metadata if isinstance(metadata, MutableMapping) else {}
             name = metadata.get("name") or metadata.get("generateName") or "?"
-            namespace = metadata.get("namespace")
             where = f" {path[-1]}" if len(TEMPLATES[str(kind)]) > 1 else ""
-            yield f"{kind}/{name}{where}", str(namespace) if namespace else None, at
+            yield f"{kind}/{name}{where}", at
 
 
 def _plain(value: Any) -> Any:
@@ -227,13 +226,13 @@ def _plain(value: Any) -> Any:
 def _injected_body(layout: _Layout, body: str, policies: Policies, settings: InjectorSettings, notes: list[str]) -> str:
     tree = layout.load(body)
     touched: list[Tree] = []
-    for name, namespace, template in _templates(tree):
+    for name, template in _templates(tree):
         pod = _plain(template)
         try:
             if not _wanted(pod):
                 notes.append(f"{name}: passed as it is: no container runs vLLM")
                 continue
-            mutation = mutate(pod, namespace, policies, settings)
+            mutation = mutate(pod, policies, settings)
         except BadInput as error:
             raise BadInput(f"{name}: {error}") from None
         if mutation.refused:
@@ -285,7 +284,7 @@ def _restored_body(layout: _Layout, body: str, notes: list[str]) -> str:
     tree = layout.load(body)
     original = None
     touched = False
-    for name, _, template in _templates(tree):
+    for name, template in _templates(tree):
         annotations = (template.get("metadata") or {}).get("annotations") or {}
         if isinstance(annotations, MutableMapping) and INJECTED in annotations:
             original = annotations.get(ORIGINAL) or original

@@ -174,6 +174,8 @@ def read(model: type[ModelT], data: object, what: str) -> ModelT:
 
 def ascii_line(text: str) -> str:
     """One line of ASCII: such as an HTTP warning header can carry."""
+    if text.isascii() and text.isprintable():
+        return text[:1000]
     return "".join(c if " " <= c <= "~" else c.encode("ascii", "backslashreplace").decode() for c in text)[:1000]
 
 

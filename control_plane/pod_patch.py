@@ -93,8 +93,9 @@ def _changed_app(app: Mapping[str, Any], typed: Pod, plan: Plan) -> tuple[dict[s
     changed = dict(app)
     if plan.taken_name:
         names = {port.name for container in typed.spec.all_containers for port in container.ports or ()}
-        numbered = [f"app-{plan.upstream}", *(f"app-{plan.upstream}-{n}" for n in range(100))]
-        renamed = next(name for name in numbered if name not in names)
+        renamed, number = f"app-{plan.upstream}", 0
+        while renamed in names:
+            renamed, number = f"app-{plan.upstream}-{number}", number + 1
         changed["ports"] = [
             {**port, "name": renamed} if port.get("name") == plan.taken_name else port for port in app["ports"]
         ]

@@ -6,6 +6,7 @@ Past this module every function takes the frozen models and checks nothing again
 import re
 import reprlib
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -139,6 +140,11 @@ class Policy(_Model):
     )
     routes: Routes = Field(default=Routes(), description="The routes that are edited.")
     limits: Limits = Field(default=Limits(), description="Bounds of the sidecar's own.")
+
+    @cached_property
+    def as_json(self) -> str:
+        """The policy as text: equal texts are equal policies."""
+        return self.model_dump_json()
 
     @property
     def default_value(self) -> int | None:

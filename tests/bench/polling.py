@@ -33,6 +33,7 @@ class Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self.transport: Any = None
         self.buffer = bytearray()
+        self.status, self.whole = 0, 0  # of the answer that comes in; `whole` is its length, 0 until its head is there
         self.answered: Callable[[int, bytes], None] = lambda status, body: None
         self.lost: Callable[[], None] = lambda: None
 
@@ -44,18 +45,19 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.buffer += data
-        end = self.buffer.find(b"\r\n\r\n")
-        if end < 0:
-            return
-        status = int(self.buffer[9:12])
-        length = 0
-        if status != 304:
-            at = self.buffer.lower().find(b"content-length:", 0, end + 2)
-            length = int(self.buffer[at + 15 : self.buffer.find(b"\r", at)])
-        if len(self.buffer) >= end + 4 + length:
-            body = bytes(self.buffer[end + 4 : end + 4 + length])
+        if not self.whole:
+            end = self.buffer.find(b"\r\n\r\n")
+            if end < 0:
+                return
+            self.status, self.whole = int(self.buffer[9:12]), end + 4
+            if self.status != 304:
+                at = self.buffer[: end + 2].lower().find(b"content-length:")
+                self.whole += int(self.buffer[at + 15 : self.buffer.find(b"\r", at)])
+        if len(self.buffer) >= self.whole:
+            answer = bytes(self.buffer[: self.whole])
             self.buffer.clear()
-            self.answered(status, body)
+            self.whole = 0
+            self.answered(self.status, answer)
 
 
 class Run:

@@ -29,7 +29,7 @@ def injected(listen_host: str = "0.0.0.0") -> object:
         },
     }
     settings = InjectorSettings(kubernetes_version="1.35", concurrency=1, listen_host=listen_host)
-    return mutate(pod, "ml", Policies(), settings).pod
+    return mutate(pod, Policies(), settings).pod
 
 
 @pytest.fixture(scope="module")

@@ -67,7 +67,7 @@ def probe_port(container: Any, handler: Any) -> int | None:
 def injected(version: str, mode: str = "takeover") -> Pod:
     """The pod with its sidecar, as on a cluster of this version."""
     pod = {**POD, "metadata": {**POD["metadata"], "annotations": {"vllm-priority.io/mode": mode}}}  # type: ignore[dict-item]
-    return mutate(pod, "ml", Policies(), InjectorSettings(kubernetes_version=version, concurrency=1)).pod
+    return mutate(pod, Policies(), InjectorSettings(kubernetes_version=version, concurrency=1)).pod
 
 
 def container(pod: Pod, name: str) -> Any:
@@ -92,7 +92,7 @@ def test_the_resolver_knows_what_older_clusters_do_not():
 
 def test_a_service_by_number_passes_it_by_which_is_why_the_answer_warns():
     pod = {**POD, "metadata": {"labels": {"app": "engine"}}}
-    mutation = mutate(pod, "ml", Policies(), InjectorSettings(kubernetes_version="1.35"))
+    mutation = mutate(pod, Policies(), InjectorSettings(kubernetes_version="1.35"))
     assert find_port(mutation.pod, 8000) == 8000
     assert any("8000 passes it by" in warning for warning in mutation.warnings)
 
@@ -119,7 +119,7 @@ def test_kubernetes_takes_the_pod(version, mode):
 @pytest.mark.parametrize("control_plane", [None, Address("vllm-priority.infra.svc", 8080)])
 def test_envoy_takes_the_arguments(envoy: Path, control_plane: Address | None):
     chosen = InjectorSettings(control_plane=control_plane)
-    sidecar = container(mutate(POD, "ml", Policies(), chosen).pod, "vllm-priority")
+    sidecar = container(mutate(POD, Policies(), chosen).pod, "vllm-priority")
     args = expanded(sidecar["args"], {"POD_NAME": "m-1", "POD_NAMESPACE": "ml"})
     done = subprocess.run([envoy, "--mode", "validate", *args], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -58,6 +58,7 @@ def test_discovery_gives_the_rendered_filter_then_nothing_new(client: TestClient
         ("POST", ECDS, b'{"node":{"metadata":{"role":"x"}}}', 404, "node.metadata.role: 'x' is unknown; allowed: "),
         ("POST", ECDS, b"{}", 400, "discovery request: node: is missing; allowed: "),
         ("GET", ECDS, b"", 405, "GET: is not allowed here; allowed: POST"),
+        ("PUT", "/inject", b"{}", 405, "PUT: is not allowed here; allowed: POST"),
         ("POST", "/inject", b"", 400, "admission review: not JSON: "),
         ("POST", "/inject", b"\xff", 400, "admission review: not JSON: "),
         ("POST", "/inject", b"[" * 200_000, 400, "admission review: nested too deeply"),
