@@ -52,7 +52,7 @@ from control_plane.pod_patch import (
     verbatim,
 )
 from control_plane.policy import ROLES, Policies, Policy, Role
-from control_plane.render import DEFAULT_ADMIN, DEFAULT_LISTEN, Address, Placement, bootstrap
+from control_plane.render import DEFAULT_ADMIN, DEFAULT_LISTEN, Address, Placement, bootstrap, check_namespace
 
 INJECT_LABEL = PREFIX + "inject"
 """Label: "true" asks for the sidecar; "false" refuses it, offline too."""
@@ -93,6 +93,11 @@ DEFAULT_RESOURCES: Mapping[str, Any] = {
     "limits": {"memory": "1280Mi"},
 }
 
+WORKERS = range(1, 1025)
+DRAIN_SECONDS = range(3601)
+USER_IDS = f"allowed: 1 to {2**31 - 1}, or none"
+_IMAGES = f"allowed: such as {ENVOY_IMAGE}"
+
 _KEPT_OUT = frozenset({"kube-system", "kube-public", "kube-node-lease"})
 _HEALTH_PORT = 19002
 _GRACE_SECONDS = 30  # Kubernetes' default terminationGracePeriodSeconds
@@ -108,6 +113,8 @@ class InjectorSettings:
     uid: the sidecar's user; None leaves it to the cluster (OpenShift), and then there is no redirect.
     listen_host: "::" for IPv6 as well, on nodes that have it.
     drain_seconds: how long vLLM goes on serving after its pod began to stop, while endpoints are still passed round.
+
+    BadInput, which names the option of the commands, where no pod could be set up so: else each pod would fail.
     """
 
     image: str = ENVOY_IMAGE
@@ -125,17 +132,56 @@ class InjectorSettings:
     drain_seconds: int = 5
 
     def __post_init__(self) -> None:
-        if self.kubernetes_version is not None and not _VERSION.match(self.kubernetes_version):
-            raise BadInput(f"kubernetes version: {self.kubernetes_version!r} is none; allowed: such as 1.33 or v1.33.2")
+        version = self.kubernetes_version
+        checks: tuple[tuple[str, object, bool, str], ...] = (
+            ("--sidecar-image", self.image, _is_image(self.image), f"no image; {_IMAGES}"),
+            ("--redirect-image", self.redirect_image, _is_image(self.redirect_image), f"no image; {_IMAGES}"),
+            (
+                "--kubernetes-version", version, version is None or bool(_VERSION.fullmatch(version)),
+                "no version; allowed: such as 1.33 or v1.33.2",
+            ),
+            ("--sidecar-uid", self.uid, self.uid is None or 0 < self.uid < 2**31, f"no user id; {USER_IDS}"),
+            (
+                # Another address is one pod's, and the loopback nobody's: Services and probes come from outside.
+                "--sidecar-listen-host", self.listen_host, self.listen_host in ("0.0.0.0", "::"),
+                "not where a pod can be reached; allowed: 0.0.0.0, or :: for IPv6 as well",
+            ),
+            (
+                "--sidecar-concurrency", self.concurrency, self.concurrency in WORKERS,
+                f"out of range; allowed: {WORKERS[0]} to {WORKERS[-1]}",
+            ),
+            (
+                "--drain-seconds", self.drain_seconds, self.drain_seconds in DRAIN_SECONDS,
+                f"out of range; allowed: {DRAIN_SECONDS[0]} to {DRAIN_SECONDS[-1]}",
+            ),
+        )  # fmt: skip
+        for option, value, fine, why in checks:
+            if not fine:
+                raise BadInput(f"{option}: {str(value)[:60]!r} is {why}")
+        if self.own_namespace is not None:
+            check_namespace(self.own_namespace, "--own-namespace")
 
     @property
     def version(self) -> tuple[int, int] | None:
         """The cluster's (major, minor), None where it is not known."""
-        found = _VERSION.match(self.kubernetes_version or "")
+        found = _VERSION.fullmatch(self.kubernetes_version or "")
         return (int(found[1]), int(found[2])) if found else None
 
 
-_VERSION = re.compile(r"v?(\d{1,3})\.(\d{1,3})(?:\D|$)")
+# As /version has it: v1.33.2, v1.33.2-gke.100; a minor may be "33+" there.
+_VERSION = re.compile(r"v?([0-9]{1,3})\.([0-9]{1,3})(?:[.+-][0-9A-Za-z.+-]*)?")
+
+# distribution/reference's grammar: [HOST[:PORT]/]PATH[:TAG][@DIGEST].
+_IMAGE_PATH = r"[a-z0-9]+(?:(?:[._]|__|-+)[a-z0-9]+)*"
+_IMAGE = re.compile(
+    r"(?:(?:[A-Za-z0-9](?:[A-Za-z0-9.-]*[A-Za-z0-9])?|\[[0-9a-fA-F:]+\])(?::[0-9]{1,5})?/)?"
+    rf"{_IMAGE_PATH}(?:/{_IMAGE_PATH})*"
+    r"(?::[A-Za-z0-9_][A-Za-z0-9_.-]{0,127})?(?:@[A-Za-z][A-Za-z0-9+._-]*:[0-9a-fA-F]{32,})?"
+)
+
+
+def _is_image(text: str) -> bool:
+    return len(text) < 512 and _IMAGE.fullmatch(text) is not None
 
 
 @dataclass(frozen=True)
@@ -490,8 +536,8 @@ def _free(wanted: int, taken: set[int]) -> int:
 
 def _image(asked: Mapping[str, str], settings: InjectorSettings) -> str:
     image = asked.get(IMAGE, settings.image)
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,511}", image):
-        raise _UninjectableError(f"annotation {IMAGE}: {image[:60]!r} is no image; allowed: such as {ENVOY_IMAGE}")
+    if not _is_image(image):
+        raise _UninjectableError(f"annotation {IMAGE}: {image[:60]!r} is no image; {_IMAGES}")
     return image
 
 

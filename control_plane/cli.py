@@ -14,7 +14,7 @@ import click
 from rich.console import Console
 
 from control_plane import __version__, sidecar
-from control_plane.admission import DEFAULT_RESOURCES, ENVOY_IMAGE, REDIRECT_IMAGE, InjectorSettings
+from control_plane.admission import DEFAULT_RESOURCES, ENVOY_IMAGE, REDIRECT_IMAGE, USER_IDS, InjectorSettings
 from control_plane.errors import BadInput, PolicyError, PriorityError
 from control_plane.explain import Explanation, explain
 from control_plane.inject import inject_stream, uninject_stream
@@ -427,7 +427,7 @@ _INJECTOR_OPTIONS = (
         help="Its user. none: the cluster's choice, as on OpenShift; then there is no redirect mode.",
     ),
     click.option(
-        "--sidecar-listen-host", metavar="HOST", default="0.0.0.0", show_default=True, help=":: for IPv6 as well."
+        "--sidecar-listen-host", metavar="0.0.0.0|::", default="0.0.0.0", show_default=True, help="::: IPv6 as well."
     ),
     click.option(
         "--native", type=click.Choice(["auto", "true", "false"]), default="auto", show_default=True,
@@ -451,16 +451,13 @@ def _injector_options(command: _Command) -> _Command:
 
 
 def _injector(options: Mapping[str, Any]) -> InjectorSettings:
-    uid, resources = options["sidecar_uid"], options["sidecar_resources"]
-    if uid != "none" and not (uid.isascii() and uid.isdigit() and 0 < int(uid) < 2**31):
-        raise BadInput(f"--sidecar-uid: {uid!r} is no user id; allowed: 1 to {2**31 - 1}, or none")
-    control_plane, listen_host = options["control_plane"], options["sidecar_listen_host"]
-    if not Address(listen_host, 1).is_ip:
-        raise BadInput(f"--sidecar-listen-host: {listen_host!r} is no IP address; allowed: such as 0.0.0.0 or ::")
+    uid, resources, control_plane = options["sidecar_uid"], options["sidecar_resources"], options["control_plane"]
+    if not re.fullmatch(r"none|[0-9]{1,10}", uid):
+        raise BadInput(f"--sidecar-uid: {uid[:60]!r} is no user id; {USER_IDS}")
     return InjectorSettings(
         image=options["sidecar_image"],
         redirect_image=options["redirect_image"],
-        resources=parse_resources(resources, "--sidecar-resources") if resources else DEFAULT_RESOURCES,
+        resources=parse_resources(resources, "--sidecar-resources") if resources is not None else DEFAULT_RESOURCES,
         native={"auto": None, "true": True, "false": False}[options["native"]],
         kubernetes_version=options["kubernetes_version"],
         control_plane=Address.parse(control_plane, "--control-plane") if control_plane is not None else None,
@@ -468,7 +465,7 @@ def _injector(options: Mapping[str, Any]) -> InjectorSettings:
         uninjectable=options.get("uninjectable", "refuse"),
         own_namespace=options.get("own_namespace"),
         uid=None if uid == "none" else int(uid),
-        listen_host=listen_host,
+        listen_host=options["sidecar_listen_host"],
         concurrency=options["sidecar_concurrency"],
         drain_seconds=options["drain_seconds"],
     )
@@ -542,6 +539,9 @@ def serve(
 
     if (tls_cert is None) != (tls_key is None):
         raise BadInput("--tls-cert and --tls-key go together; allowed: both, or neither")
+    for option, file in (("--tls-cert", tls_cert), ("--tls-key", tls_key)):
+        if file == "":
+            raise BadInput(f"{option}: '' is no file; allowed: the path of a PEM file")
     run_server(
         ServeSettings(
             policy=Path(policy),

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -179,7 +180,20 @@ def ascii_line(text: str) -> str:
     return "".join(c if " " <= c <= "~" else c.encode("ascii", "backslashreplace").decode() for c in text)[:1000]
 
 
-_QUANTITY = re.compile(r"[0-9]+(\.[0-9]*)?([numkKMGTPE]i?|[eE][+-]?[0-9]+)?")
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]*)?)(?:([numkKMGTPE])(i)?|[eE]([+-]?[0-9]{1,2}))?")
+_POWERS = {"n": -3, "u": -2, "m": -1, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4, "P": 5, "E": 6}
+# A resource's name, maybe with a domain before it: nvidia.com/gpu, hugepages-2Mi.
+_RESOURCE = re.compile(r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+
+
+def _amount(quantity: str) -> Decimal:
+    """What Kubernetes' quantity stands for: 1Gi, 500m, 2e3."""
+    found = _QUANTITY.fullmatch(quantity)
+    assert found, quantity
+    number, unit, binary, exponent = found.groups()
+    if exponent:
+        return Decimal(number).scaleb(int(exponent))
+    return Decimal(number) * Decimal(1024 if binary else 1000) ** _POWERS.get(unit, 0)
 
 
 def parse_resources(text: str, what: str) -> Mapping[str, Any]:
@@ -193,11 +207,19 @@ def parse_resources(text: str, what: str) -> Mapping[str, Any]:
     fine = isinstance(found, dict) and all(
         group in ("requests", "limits")
         and isinstance(amounts, dict)
+        and all(_RESOURCE.fullmatch(name) for name in amounts)
         and all(isinstance(amount, str) and _QUANTITY.fullmatch(amount) for amount in amounts.values())
         for group, amounts in groups
     )
     if not fine:
         raise BadInput(f"{what}: {text[:60]!r} is not allowed; {allowed}")
+    limits = found.get("limits", {})
+    for name, amount in found.get("requests", {}).items():
+        # Kubernetes refuses such a pod: better said here, by whom it comes from.
+        if name in limits and _amount(amount) > _amount(limits[name]):
+            raise BadInput(
+                f"{what}: requests.{name} {amount} is above limits.{name} {limits[name]}; allowed: requests <= limits"
+            )
     return dict(groups)
 
 

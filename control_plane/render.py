@@ -78,6 +78,13 @@ _LABEL = rf"(({_NAME}\.)*{_NAME}/)?[A-Za-z0-9]([A-Za-z0-9._-]{{0,61}}[A-Za-z0-9]
 _LABEL_VALUE = r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?"
 
 
+def check_namespace(text: str, what: str) -> None:
+    """BadInput names `what` was wrong, where Kubernetes takes no namespace of that name (RFC 1123's labels)."""
+    if not re.fullmatch(_NAME, text):
+        allowed = "1 to 63 lower-case letters, digits and -, such as vllm"
+        raise BadInput(f"{what}: {text[:60]!r} is no namespace; allowed: {allowed}")
+
+
 @dataclass(frozen=True)
 class Attachment:
     """Which proxy that is not ours takes the filter: for the targets from istio on.
@@ -100,8 +107,8 @@ class Attachment:
                 raise BadInput(f"--selector: {text!r} is no label; allowed: KEY=VALUE, such as app=vllm-render")
             if labels.setdefault(key, value) != value:
                 raise BadInput(f"--selector: {key!r} is given twice; allowed: one value for each label")
-        if namespace is not None and not re.fullmatch(_NAME, namespace):
-            raise BadInput(f"--namespace: {namespace!r} is no namespace; allowed: lower-case letters, digits and -")
+        if namespace is not None:
+            check_namespace(namespace, "--namespace")
         gateway = cls.gateway if gateway is None else gateway
         if not re.fullmatch(rf"({_NAME}/)?({_NAME}\.)*{_NAME}", gateway):
             raise BadInput(f"--gateway: {gateway!r} is no Gateway; allowed: NAME or NAMESPACE/NAME")

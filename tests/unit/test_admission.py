@@ -339,6 +339,8 @@ def test_where_skipping_is_chosen_a_refusal_becomes_a_warning():
         ({"resources": "[" * 100_000}, "not JSON"),
         ({"resources": '{"requests": {"cpu": "many"}}'}, "not allowed"),
         ({"resources": '{"claims": []}'}, "not allowed"),
+        ({"resources": '{"requests": {"cpu": "1.5e0"}, "limits": {"cpu": "1"}}'}, "requests.cpu 1.5e0 is above limits"),
+        ({"resources": '{"requests": {"cpu": "1Ei"}, "limits": {"cpu": "1E"}}'}, "requests.cpu 1Ei is above limits"),
         ({"mod": "port"}, "annotation vllm-priority.io/mod is unknown; allowed: role, upstream-port"),
     ],
 )
@@ -531,7 +533,7 @@ def test_a_job_gets_a_native_sidecar_or_none():
 
 @pytest.mark.parametrize("version", ["", "one", "33", "1", "1.x"])
 def test_a_version_that_is_none_is_bad_input(version):
-    with pytest.raises(BadInput, match="kubernetes version"):
+    with pytest.raises(BadInput, match="--kubernetes-version"):
         InjectorSettings(kubernetes_version=version)
 
 
