@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
 from control_plane import __version__, sidecar
@@ -50,6 +51,48 @@ def _policy(path: str | None, name: str | None) -> Policy:
     return chosen
 
 
+_ALL = tuple(TARGETS)
+_OURS = ("bootstrap", "xds")
+_OBJECTS = ("istio", "istio-waypoint", "envoy-gateway")
+USED_BY: Mapping[str, tuple[str, ...]] = {
+    "--role": _ALL,
+    "--target": _ALL,
+    "--policy": _ALL,
+    "--policy-name": _ALL,
+    "--upstream": (*_OURS, "istio-waypoint", "envoy-gateway"),
+    "--listen": _OURS,
+    "--admin": ("bootstrap",),
+    "--control-plane": _OURS,
+    "--access-log": _OURS,
+    "--namespace": _OBJECTS,
+    "--selector": ("istio",),
+    "--gateway": ("envoy-gateway",),
+    "--envoy": ("bootstrap",),
+    "--check": ("bootstrap",),
+    "--output": _ALL,
+}
+"""Option of `config` -> the targets that use it. With another target it is refused: it would do nothing."""
+
+
+def _used_by_some() -> str:
+    lines = [f"  {option:<16} {', '.join(targets)}" for option, targets in USED_BY.items() if targets != _ALL]
+    return "\b\nNot for every target:\n" + "\n".join(lines) + "\n\n"
+
+
+def _refuse_unused(context: click.Context, target: str) -> None:
+    given = {
+        option
+        for parameter in context.command.params
+        if parameter.name and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
+        for option in parameter.opts
+    }
+    for option, targets in USED_BY.items():
+        if option in given and target not in targets:
+            *firsts, last = targets
+            users = f"{', '.join(firsts)} or {last}" if firsts else last
+            raise BadInput(f"{option}: --target {target} does not use it; allowed: with --target {users}")
+
+
 def _placement(
     role: Role, upstream: str | None, listen: str | None, admin: str | None, target: str = "bootstrap"
 ) -> Placement:
@@ -61,7 +104,8 @@ def _placement(
         admin=_own_address(admin, "--admin") if admin is not None else default.admin,
     )
     for one, other in (("listen", "upstream"), ("listen", "admin"), ("admin", "upstream")):
-        if getattr(placement, one) == getattr(placement, other):
+        used = all(target in USED_BY[f"--{name}"] for name in (one, other))
+        if used and getattr(placement, one) == getattr(placement, other):
             raise BadInput(f"--{one}: {getattr(placement, one)} is --{other} too; allowed: an address of its own")
     return placement
 
@@ -128,7 +172,8 @@ def validate(path: str, as_json: bool) -> None:
 
 
 @cli.command(
-    epilog=_example(
+    epilog=_used_by_some()
+    + _example(
         "vllm-priority config --role render --target bootstrap -o render.yaml\n"
         "vllm-priority config --role engine --target istio --selector app=vllm-engine | kubectl apply -f -\n"
         "vllm-priority config --role render --target envoy-gateway --upstream vllm-render:8000 --gateway infra/eg"
@@ -152,7 +197,9 @@ def validate(path: str, as_json: bool) -> None:
 @click.option("--check", is_flag=True, help="Have Envoy check a bootstrap before it is written.")
 @click.option("--envoy", metavar="FILE", help="Envoy for --check. Default: $ENVOY, the PATH, the PyPI wheel.")
 @click.option("-o", "--output", metavar="FILE", help="Where to write. Default: standard output.")
+@click.pass_context
 def config(
+    context: click.Context,
     role: Role,
     target: str,
     policy: str | None,
@@ -170,6 +217,9 @@ def config(
     output: str | None,
 ) -> None:
     """Write the configuration for Envoy, Istio or Envoy Gateway."""
+    _refuse_unused(context, target)
+    if envoy is not None and not check:
+        raise BadInput("--envoy: nothing runs it; allowed: with --check")
     placement = replace(
         _placement(role, upstream, listen, admin, target),
         access_log=access_log,
@@ -179,8 +229,6 @@ def config(
     )
     documents = render(target, _policy(policy, policy_name), placement)
     if check:
-        if target != "bootstrap":
-            raise BadInput(f"--check: Envoy can check a bootstrap only, not {target!r}; allowed: --target bootstrap")
         sidecar.check_config(sidecar.find_envoy(envoy), documents[0])
     text = to_yaml(documents)
     if output is None:

@@ -17,7 +17,8 @@ import pytest
 import yaml
 
 from control_plane import __version__
-from control_plane.cli import cli, main
+from control_plane.cli import USED_BY, cli, main
+from control_plane.render import TARGETS
 
 COMMANDS = sorted(cli.commands)
 
@@ -231,7 +232,7 @@ URL = "is no URL of a server; allowed: the server's root, such as http://127.0.0
         ([*BOOTSTRAP, "--check", "--envoy", "true"], "true does not answer --version like an Envoy does"),
         (
             ["config", "--role", "render", "--target", "istio", "--check"],
-            "--check: Envoy can check a bootstrap only, not 'istio'; allowed: --target bootstrap",
+            "--check: --target istio does not use it; allowed: with --target bootstrap",
         ),
         (
             ["config", "--role", "render", "--target", "istio", "--selector", "x"],
@@ -486,6 +487,74 @@ def test_config_writes_the_same_to_a_file_as_to_stdout(
     assert call(capsys, [*arguments, "-o", "out.yaml"]) == (0, "", "")
     assert (folder / "out.yaml").read_text() == out
     assert list(yaml.safe_load_all(out))
+
+
+# A value for each option of `config` that changes what comes out, where the target uses the option.
+CHANGES = {
+    "--role": ["render"],
+    "--target": ["{other}"],
+    "--policy": ["ok.yaml"],
+    "--policy-name": ["batch", "--policy", "named.yaml"],
+    "--upstream": ["vllm:9000"],
+    "--listen": ["127.0.0.1:9001"],
+    "--admin": ["127.0.0.1:9002"],
+    "--control-plane": ["127.0.0.1:9003"],
+    "--access-log": ["/dev/null"],
+    "--namespace": ["ml"],
+    "--selector": ["app=vllm"],
+    "--gateway": ["infra/eg"],
+    "--check": [],
+    "--envoy": ["none", "--check"],
+    "--output": ["out.yaml"],
+}
+
+
+def _long_name(option: click.Parameter) -> str:
+    return max(option.opts, key=len)
+
+
+def test_the_table_of_what_a_target_uses_names_every_option_of_config_and_every_target() -> None:
+    options = {_long_name(option) for option in cli.commands["config"].params}
+    assert set(USED_BY) == options == set(CHANGES)
+    assert set().union(*USED_BY.values()) == set(TARGETS)
+
+
+@pytest.mark.parametrize("target", list(TARGETS))
+@pytest.mark.parametrize("option", list(CHANGES))
+def test_config_refuses_an_option_that_the_target_does_not_use_and_heeds_the_others(
+    option: str, target: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENVOY", "/nowhere/envoy")  # so that it shows whether Envoy is asked
+    plain = ["config", "--role", "engine", "--target", target]
+    other = "xds" if target == "bootstrap" else "bootstrap"
+    with_option = [*plain, option, *(word.replace("{other}", other) for word in CHANGES[option])]
+    found = call(capsys, with_option)
+    if target in USED_BY[option]:
+        assert "does not use it" not in found.err
+        assert found != call(capsys, plain)
+    else:
+        *firsts, last = USED_BY[option]
+        users = f"{', '.join(firsts)} or {last}" if firsts else last
+        refused(found, 2, f"{option}: --target {target} does not use it; allowed: with --target {users}")
+
+
+def test_an_option_that_is_refused_for_a_target_is_refused_with_its_default_too(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["config", "--role", "engine", "--target", "istio", "--access-log", "/dev/stdout"]
+    refused(call(capsys, arguments), 2, "--access-log: --target istio does not use it; allowed: ")
+
+
+def test_an_envoy_that_nothing_would_run_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(call(capsys, [*BOOTSTRAP, "--envoy", "none"]), 2, "--envoy: nothing runs it; allowed: with --check")
+
+
+def test_an_address_that_the_target_does_not_use_is_in_nobodys_way(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """19001 is the admin's port by default, and xds writes no admin."""
+    arguments = ["config", "--role", "engine", "--target", "xds", "--listen", "127.0.0.1:19001"]
+    assert call(capsys, arguments).status == 0
 
 
 def test_explain_reads_the_body_from_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
