@@ -168,9 +168,7 @@ def read(model: type[ModelT], data: object, what: str) -> ModelT:
     except ValidationError as error:
         first = error.errors(include_input=False, include_url=False)[0]
         path = ".".join(str(part) for part in first["loc"]) or "it"
-        raise BadInput(
-            ascii_line(f"{what}: {path}: {first['msg']}; allowed: a {what} as Kubernetes writes it")
-        ) from None
+        raise BadInput(ascii_line(f"{what}: {path}: {first['msg']}; allowed: as Kubernetes writes it")) from None
 
 
 def ascii_line(text: str) -> str:

@@ -280,7 +280,8 @@ def parse_policies(text: str, source: str = "policy") -> Policies:
     if document is None:
         document = {}
     if not isinstance(document, dict):
-        raise PolicyError(f"{source}: a {type(document).__name__} stands where a mapping of keys is wanted")
+        wanted = "a mapping of keys is wanted; allowed: a policy, as in the README"
+        raise PolicyError(f"{source}: {_shown(document)} stands where {wanted}")
     top = {key: value for key, value in document.items() if key != "policies"}
     entries = document.get("policies")
     entries = [] if entries is None else entries

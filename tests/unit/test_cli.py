@@ -1,6 +1,8 @@
 """Every command on bad input: one line on stderr that says what is allowed or next, nothing on stdout, no traceback."""
 
+import ast
 import io
+import itertools
 import json
 import os
 import re
@@ -151,7 +153,7 @@ POLICY_FILES = [
     ("folder", "folder: cannot be read: Is a directory"),
     ("latin.yaml", "latin.yaml: cannot be read: not UTF-8 text"),
     ("broken.yaml", "broken.yaml: not YAML: line 1, column 11: expected the node content"),
-    ("list.yaml", "list.yaml: a list stands where a mapping of keys is wanted"),
+    ("list.yaml", "list.yaml: [{'default': 1}] stands where a mapping of keys is wanted; allowed: a policy, as in the"),
     ("unknown.yaml", "unknown.yaml: defualt: unknown key; allowed: header, engine, "),
     ("contradiction.yaml", "contradiction.yaml: range.min: 2 is above range.max 1; allowed: min <= max"),
     ("new\nline.yaml", "new\\nline.yaml: no such file"),
@@ -470,6 +472,20 @@ def test_a_reader_that_goes_away_is_no_traceback(folder: Path) -> None:
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait(30) == 1
+
+
+def test_no_message_guesses_the_article_of_what_it_names() -> None:
+    """f"a {noun}" reads "a AdmissionReview" for one noun or another."""
+    guesses = [
+        f"{path.name}:{node.lineno}"
+        for path in sorted((Path(__file__).parents[2] / "control_plane").glob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.JoinedStr)
+        for text, placed in itertools.pairwise(node.values)
+        if isinstance(placed, ast.FormattedValue) and isinstance(text, ast.Constant)
+        and re.search(r"\b[Aa]n? $", str(text.value))
+    ]  # fmt: skip
+    assert guesses == []
 
 
 def test_validate_names_the_policies(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

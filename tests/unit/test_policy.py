@@ -303,9 +303,9 @@ def test_a_repeated_key_is_refused(text: str, message: str) -> None:
         ('default: !!int ""', "not YAML: a value cannot be read, or does not fit its tag"),
         ("keep_header: !!bool maybe", "not YAML: a value cannot be read, or does not fit its tag"),
         ("default: !!timestamp x", "not YAML: a value cannot be read, or does not fit its tag"),
-        ("- header: x-a", "a list stands where a mapping of keys is wanted"),
-        ("just text", "a str stands where a mapping of keys is wanted"),
-        ("5", "a int stands where a mapping of keys is wanted"),
+        ("- header: x-a", "[{'header': 'x-a'}] stands where a mapping of keys is wanted"),
+        ("just text", "'just text' stands where a mapping of keys is wanted"),
+        ("5", "5 stands where a mapping of keys is wanted"),
     ],
 )
 def test_what_is_no_policy_file_is_refused(text: str, message: str) -> None:
