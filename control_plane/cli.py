@@ -572,7 +572,10 @@ def inject(path: str, uninject: bool, policy: str | None, **options: Any) -> Non
 )  # fmt: skip
 @click.option("--own-namespace", metavar="NAME", help="Pods there are left alone.")
 @_injector_options
+@click.pass_context
 def serve(
+    context: click.Context,
+    /,
     policy: str,
     listen: str,
     tls_listen: str,
@@ -590,6 +593,10 @@ def serve(
     for option, file in (("--tls-cert", tls_cert), ("--tls-key", tls_key)):
         if file == "":
             raise BadInput(f"{option}: '' is no file; allowed: the path of a PEM file")
+    if tls_cert is None and context.get_parameter_source("tls_listen") is ParameterSource.COMMANDLINE:
+        raise BadInput("--tls-listen: nothing is served there; allowed: with --tls-cert and --tls-key")
+    if options["numeric_services"] == "redirect" and not read_services:
+        raise BadInput("--numeric-services: 'redirect' needs to know the Services; allowed: with --read-services")
     run_server(
         ServeSettings(
             policy=Path(policy),

@@ -38,10 +38,12 @@ def serve(settings: ServeSettings) -> None:
     # Requests leave no cycles behind, and at the default of 700 passes over thousands of connections hold polls up.
     gc.set_threshold(50_000, 20, 20)
     certificate = app.state.certificate
-    listeners = [(settings.listen, None)] + ([(settings.tls_listen, certificate.context)] if certificate else [])
+    listeners = [("--listen", settings.listen, None)]
+    if certificate:
+        listeners.append(("--tls-listen", settings.tls_listen, certificate.context))
     _raise_open_files()
     with contextlib.ExitStack() as stack:
-        bound = [(stack.enter_context(_bind(address)), context) for address, context in listeners]
+        bound = [(stack.enter_context(_bind(address, what)), context) for what, address, context in listeners]
         servers = []
         for index, (_, context) in enumerate(bound):
             config = uvicorn.Config(
@@ -145,7 +147,7 @@ class _Protocol(HttpToolsProtocol):
             self.transport.abort()
 
 
-def _bind(address: Address) -> socket.socket:
+def _bind(address: Address, what: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -156,7 +158,9 @@ def _bind(address: Address) -> socket.socket:
         sock.bind((address.host, address.port))
     except OSError as error:
         sock.close()
-        raise BadInput(f"listen: {address}: {error.strerror or error}; allowed: a free address of this host") from None
+        raise BadInput(
+            f"{what}: cannot listen on {address}: {error.strerror or error}; allowed: a free address of this machine"
+        ) from None
     return sock
 
 

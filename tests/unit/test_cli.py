@@ -21,6 +21,7 @@ import yaml
 from control_plane import __version__
 from control_plane.cli import USED_BY, cli, main
 from control_plane.render import TARGETS
+from tests.pem import write_pair
 
 COMMANDS = sorted(cli.commands)
 
@@ -297,15 +298,33 @@ URL = "is no URL of a server; allowed: the server's root, such as http://127.0.0
         # serve
         (["serve"], "vllm-priority serve: Missing option '--policy'."),
         (["serve", "--policy", "ok.yaml", "--listen", "here"], f"--listen: 'here' {ADDRESS}"),
-        (["serve", "--policy", "ok.yaml", "--tls-listen", "here"], f"--tls-listen: 'here' {ADDRESS}"),
+        (
+            ["serve", "--policy", "ok.yaml", "--tls-cert", "text", "--tls-key", "text", "--tls-listen", "here"],
+            f"--tls-listen: 'here' {ADDRESS}",
+        ),
+        (
+            ["serve", "--policy", "ok.yaml", "--listen", "{taken}", "--tls-listen", "127.0.0.1:8443"],
+            "--tls-listen: nothing is served there; allowed: with --tls-cert and --tls-key",
+        ),
+        (
+            ["serve", "--policy", "ok.yaml", "--listen", "{taken}", "--numeric-services", "redirect"],
+            "--numeric-services: 'redirect' needs to know the Services; allowed: with --read-services",
+        ),
         (["serve", "--policy", "ok.yaml", "--tls-cert", "text"], "--tls-cert and --tls-key go together; allowed: both"),
         (["serve", "--policy", "ok.yaml", "--tls-key", "text"], "--tls-cert and --tls-key go together"),
     ],
 )  # fmt: skip
 def test_a_wrong_use_is_refused(
-    arguments: list[str], message: str, folder: Path, dead: str, free: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    folder: Path,
+    dead: str,
+    free: str,
+    taken: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    placed = [argument.replace("{dead}", dead).replace("{free}", free) for argument in arguments]
+    addresses = {"{dead}": dead, "{free}": free, "{taken}": taken}
+    placed = [re.sub(r"\{\w+\}", lambda found: addresses[found[0]], argument) for argument in arguments]
     refused(call(capsys, placed), 2, message)
 
 
@@ -450,7 +469,18 @@ def _command(arguments: Sequence[str], folder: Path, **environment: str) -> Outc
     [
         (["--policy", "missing.yaml"], "missing.yaml: no such file"),
         (["--policy", "unknown.yaml"], "unknown.yaml: defualt: unknown key; allowed: "),
-        (["--policy", "ok.yaml", "--listen", "{taken}"], "{taken}: Address already in use; allowed: a free address"),
+        (
+            ["--policy", "ok.yaml", "--listen", "{taken}"],
+            "--listen: cannot listen on {taken}: Address already in use; allowed: a free address of this machine",
+        ),
+        (
+            ["--policy", "ok.yaml", "--listen", "192.0.2.1:8080"],
+            "--listen: cannot listen on 192.0.2.1:8080: Cannot assign requested address; allowed: a free address",
+        ),
+        (
+            ["--policy", "ok.yaml", "--tls-cert", "tls.crt", "--tls-key", "tls.key", "--tls-listen", "{taken}"],
+            "--tls-listen: cannot listen on {taken}: Address already in use; allowed: a free address of this machine",
+        ),
         (["--policy", "ok.yaml", "--tls-cert", "text", "--tls-key", "text"], "text: cannot be read: no certificate in"),
         (["--policy", "ok.yaml", "--tls-cert", "none", "--tls-key", "none"], "none: cannot be read: No such file or"),
     ],
@@ -458,6 +488,7 @@ def _command(arguments: Sequence[str], folder: Path, **environment: str) -> Outc
 def test_serve_refuses_what_it_cannot_serve(
     arguments: list[str], message: str, folder: Path, taken: str, free: str
 ) -> None:
+    write_pair(folder)
     placed = ["serve", "--listen", free, *(argument.replace("{taken}", taken) for argument in arguments)]
     refused(_command(placed, folder), 2, message.replace("{taken}", taken))
 
