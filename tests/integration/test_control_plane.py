@@ -476,7 +476,7 @@ def test_what_cannot_be_served_is_refused_with_one_line(policy: Path, wrong: str
         plane = ControlPlane(policy, port=taken.getsockname()[1] if wrong == "port" else None)
         done = subprocess.run([sys.executable, "-c", plane._code], capture_output=True, text=True, timeout=3 * WAIT)
     last = done.stderr.strip().splitlines()[-1]
-    assert "PolicyError: " in last if wrong == "policy" else "BadInput: listen: 127.0.0.1:" in last
+    assert "PolicyError: " in last if wrong == "policy" else "BadInput: --listen: cannot listen on 127.0.0.1:" in last
 
 
 def test_tls_is_served_beside_http_and_a_new_certificate_without_a_restart(policy: Path, tmp_path: Path) -> None:
