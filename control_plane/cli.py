@@ -7,6 +7,8 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from math import isnan
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,7 +17,15 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from control_plane import __version__, sidecar
-from control_plane.admission import DEFAULT_RESOURCES, ENVOY_IMAGE, REDIRECT_IMAGE, USER_IDS, InjectorSettings
+from control_plane.admission import (
+    DEFAULT_RESOURCES,
+    DRAIN_SECONDS,
+    ENVOY_IMAGE,
+    REDIRECT_IMAGE,
+    USER_IDS,
+    WORKERS,
+    InjectorSettings,
+)
 from control_plane.errors import BadInput, PolicyError, PriorityError
 from control_plane.explain import Explanation, explain
 from control_plane.inject import inject_stream, uninject_stream
@@ -118,15 +128,49 @@ def _own_address(text: str, what: str) -> Address:
     return address
 
 
-_role = click.option("--role", type=click.Choice(ROLES), required=True, help="What vLLM does there.")
-_policy_file = click.option("--policy", metavar="FILE", help="Policy in YAML. Default: the built-in policy.")
-_policy_name = click.option("--policy-name", metavar="NAME", help="One of the file's named policies.")
-_listen = click.option("--listen", metavar="HOST:PORT", help="Where the sidecar listens. Default: as the role has it.")
-_admin = click.option("--admin", metavar="HOST:PORT", help="Envoy's admin: metrics and drain. Default: loopback.")
-_control_plane = click.option(
+class _Option(click.Option):
+    """Says of each type in one form what was wrong and what is allowed. click's own words do not always say that."""
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        try:
+            cast = super().type_cast_value(ctx, value)
+            wrong = isinstance(cast, float) and isnan(cast)  # no bound holds it
+        except click.BadParameter:
+            wrong = True
+        if wrong:
+            raise BadInput(f"{self.long_name}: {str(value)[:60]!r} is not allowed; allowed: {self._allowed}")
+        if cast == "" and self.metavar == "FILE":
+            raise BadInput(f"{self.long_name}: '' is no file; allowed: a path")
+        return cast
+
+    @property
+    def long_name(self) -> str:
+        return max(self.opts, key=len)
+
+    @property
+    def _allowed(self) -> str:
+        if isinstance(self.type, click.Choice):
+            return ", ".join(self.type.choices)
+        assert isinstance(self.type, (click.IntRange, click.FloatRange)), self.type
+        return f"{self.type.min} to {self.type.max}"
+
+
+_option = partial(click.option, cls=_Option)
+
+
+def _whole(numbers: range) -> click.IntRange:
+    return click.IntRange(numbers[0], numbers[-1])
+
+
+_role = _option("--role", type=click.Choice(ROLES), required=True, help="What vLLM does there.")
+_policy_file = _option("--policy", metavar="FILE", help="Policy in YAML. Default: the built-in policy.")
+_policy_name = _option("--policy-name", metavar="NAME", help="One of the file's named policies.")
+_listen = _option("--listen", metavar="HOST:PORT", help="Where the sidecar listens. Default: as the role has it.")
+_admin = _option("--admin", metavar="HOST:PORT", help="Envoy's admin: metrics and drain. Default: loopback.")
+_control_plane = _option(
     "--control-plane", metavar="HOST:PORT", help="A running `vllm-priority serve` that sends policy changes."
 )
-_json_flag = click.option("--json", "as_json", is_flag=True, help="For machines.")
+_json_flag = _option("--json", "as_json", is_flag=True, help="For machines.")
 
 
 @click.group(
@@ -159,7 +203,7 @@ def version(as_json: bool) -> None:
 
 
 @cli.command(epilog=_example("vllm-priority validate -f policy.yaml"))
-@click.option("-f", "--file", "path", metavar="FILE", required=True, help="Policy in YAML.")
+@_option("-f", "--file", "path", metavar="FILE", required=True, help="Policy in YAML.")
 @_json_flag
 def validate(path: str, as_json: bool) -> None:
     """Check a policy file."""
@@ -180,23 +224,23 @@ def validate(path: str, as_json: bool) -> None:
     )
 )
 @_role
-@click.option("--target", type=click.Choice(list(TARGETS)), required=True, help="What will read it.")
+@_option("--target", type=click.Choice(list(TARGETS)), required=True, help="What will read it.")
 @_policy_file
 @_policy_name
-@click.option("--upstream", metavar="HOST:PORT", help="The vLLM server, or its Service. Default: as the role has it.")
+@_option("--upstream", metavar="HOST:PORT", help="The vLLM server, or its Service. Default: as the role has it.")
 @_listen
 @_admin
 @_control_plane
-@click.option("--access-log", metavar="FILE", default="/dev/stdout", show_default=True, help="Envoy's access log.")
-@click.option("--namespace", metavar="NAME", help="Of the objects for Istio and Envoy Gateway. Default: kubectl's.")
-@click.option(
+@_option("--access-log", metavar="FILE", default="/dev/stdout", show_default=True, help="Envoy's access log.")
+@_option("--namespace", metavar="NAME", help="Of the objects for Istio and Envoy Gateway. Default: kubectl's.")
+@_option(
     "--selector", multiple=True, metavar="KEY=VALUE",
     help="istio: a label of the pods; may be given several times. Default: vllm-priority.io/role=ROLE.",
 )  # fmt: skip
-@click.option("--gateway", metavar="[NAMESPACE/]NAME", help="envoy-gateway: the Gateway. Default: eg.")
-@click.option("--check", is_flag=True, help="Have Envoy check a bootstrap before it is written.")
-@click.option("--envoy", metavar="FILE", help="Envoy for --check. Default: $ENVOY, the PATH, the PyPI wheel.")
-@click.option("-o", "--output", metavar="FILE", help="Where to write. Default: standard output.")
+@_option("--gateway", metavar="[NAMESPACE/]NAME", help="envoy-gateway: the Gateway. Default: eg.")
+@_option("--check", is_flag=True, help="Have Envoy check a bootstrap before it is written.")
+@_option("--envoy", metavar="FILE", help="Envoy for --check. Default: $ENVOY, the PATH, the PyPI wheel.")
+@_option("-o", "--output", metavar="FILE", help="Where to write. Default: standard output.")
 @click.pass_context
 def config(
     context: click.Context,
@@ -244,16 +288,16 @@ def config(
     )
 )
 @_role
-@click.option("--upstream", metavar="HOST:PORT", required=True, help="The vLLM server.")
-@click.option("--listen", metavar="HOST:PORT", required=True, help="Where the sidecar listens.")
+@_option("--upstream", metavar="HOST:PORT", required=True, help="The vLLM server.")
+@_option("--listen", metavar="HOST:PORT", required=True, help="Where the sidecar listens.")
 @_admin
 @_policy_file
 @_policy_name
 @_control_plane
-@click.option("--concurrency", type=click.IntRange(1, 1024), default=2, show_default=True, help="Envoy workers.")
-@click.option("--envoy", metavar="FILE", help="Envoy to run. Default: $ENVOY, the PATH, the PyPI wheel.")
-@click.option("--access-log", metavar="FILE", default="/dev/stdout", show_default=True, help="Envoy's access log.")
-@click.option(
+@_option("--concurrency", type=_whole(WORKERS), default=2, show_default=True, help="Envoy workers.")
+@_option("--envoy", metavar="FILE", help="Envoy to run. Default: $ENVOY, the PATH, the PyPI wheel.")
+@_option("--access-log", metavar="FILE", default="/dev/stdout", show_default=True, help="Envoy's access log.")
+@_option(
     "--drain", type=click.FloatRange(0, 86400), default=30, show_default=True, metavar="SECONDS",
     help="How long requests in flight may take to end once it is told to stop.",
 )  # fmt: skip
@@ -296,11 +340,11 @@ def run(
         "vllm-priority explain --path /inference/v1/generate -H 'X-Vllm-Priority: high' -d @request.json --json"
     ),
 )
-@click.option("--path", required=True, metavar="PATH", help="Request target, such as /inference/v1/generate.")
-@click.option("-H", "--header", "headers", multiple=True, metavar="'NAME: VALUE'", help="May be given several times.")
-@click.option("-d", "--data", metavar="BODY|@FILE", default="{}", show_default=True, help="Request body. @-: stdin.")
-@click.option("-X", "--method", default="POST", show_default=True)
-@click.option("--role", type=click.Choice(ROLES), default="engine", show_default=True, help="What vLLM does there.")
+@_option("--path", required=True, metavar="PATH", help="Request target, such as /inference/v1/generate.")
+@_option("-H", "--header", "headers", multiple=True, metavar="'NAME: VALUE'", help="May be given several times.")
+@_option("-d", "--data", metavar="BODY|@FILE", default="{}", show_default=True, help="Request body. @-: stdin.")
+@_option("-X", "--method", default="POST", show_default=True)
+@_option("--role", type=click.Choice(ROLES), default="engine", show_default=True, help="What vLLM does there.")
 @_policy_file
 @_policy_name
 @_json_flag
@@ -402,20 +446,24 @@ def _print_explanation(found: Explanation, policy: Policy) -> None:
         "vllm-priority doctor --engine http://engine.vllm.svc:8000 --api-key $VLLM_API_KEY --json"
     )
 )
-@click.option("--render", "render_url", metavar="URL", help="A render server, or the sidecar in front of it.")
-@click.option("--engine", "engine_url", metavar="URL", help="An engine, or the sidecar in front of it.")
-@click.option("--api-key", metavar="KEY", envvar="VLLM_API_KEY", help="vLLM's --api-key. Default: $VLLM_API_KEY.")
-@click.option("--header", default="x-vllm-priority", show_default=True, help="The request header to try.")
-@click.option("--model", help="As vLLM serves it. Default: the first that it lists.")
-@click.option("--priority", type=int, default=-10, show_default=True, help="The urgent priority to try: below 0.")
-@click.option(
-    "--timeout", type=click.FloatRange(0.1, 600), default=10, show_default=True, help="Seconds for an answer."
+@_option("--render", "render_url", metavar="URL", help="A render server, or the sidecar in front of it.")
+@_option("--engine", "engine_url", metavar="URL", help="An engine, or the sidecar in front of it.")
+@_option("--api-key", metavar="KEY", envvar="VLLM_API_KEY", help="vLLM's --api-key. Default: $VLLM_API_KEY.")
+@_option("--header", default="x-vllm-priority", show_default=True, help="The request header to try.")
+@_option("--model", help="As vLLM serves it. Default: the first that it lists.")
+@_option(
+    "--priority",
+    type=click.IntRange(-(2**63), -1),
+    default=-10,
+    show_default=True,
+    help="The urgent priority to try: below 0.",
 )
-@click.option(
+@_option("--timeout", type=click.FloatRange(0.1, 600), default=10, show_default=True, help="Seconds for an answer.")
+@_option(
     "--queue-timeout", type=click.FloatRange(0.1, 600), default=20, show_default=True,
     help="Seconds for a change in the queue.",
 )  # fmt: skip
-@click.option(
+@_option(
     "--max-fill", type=click.IntRange(1, 1024), default=8, show_default=True,
     help="Most long requests to send where an engine runs several at a time.",
 )  # fmt: skip
@@ -455,7 +503,7 @@ def doctor(
 
 
 @cli.command(epilog=_example("vllm-priority demo"))
-@click.option("--envoy", metavar="FILE", help="Envoy to run. Default: $ENVOY, the PATH, the PyPI wheel.")
+@_option("--envoy", metavar="FILE", help="Envoy to run. Default: $ENVOY, the PATH, the PyPI wheel.")
 @_json_flag
 def demo(envoy: str | None, as_json: bool) -> None:
     """Show the fault and its cure on this machine, in front of a simulated vLLM."""
@@ -466,25 +514,25 @@ def demo(envoy: str | None, as_json: bool) -> None:
 
 # How injected sidecars are set up: the same for the webhook and for files.
 _INJECTOR_OPTIONS = (
-    click.option("--sidecar-image", metavar="IMAGE", default=ENVOY_IMAGE, show_default=True, help="Envoy's image."),
-    click.option("--redirect-image", metavar="IMAGE", default=REDIRECT_IMAGE, help="Has nft, for redirect mode."),
-    click.option("--sidecar-resources", metavar="JSON", help='Such as {"requests": {"cpu": "100m"}}.'),
-    click.option("--sidecar-concurrency", type=click.IntRange(1, 1024), default=2, show_default=True, help="Workers."),
-    click.option(
+    _option("--sidecar-image", metavar="IMAGE", default=ENVOY_IMAGE, show_default=True, help="Envoy's image."),
+    _option("--redirect-image", metavar="IMAGE", default=REDIRECT_IMAGE, help="Has nft, for redirect mode."),
+    _option("--sidecar-resources", metavar="JSON", help='Such as {"requests": {"cpu": "100m"}}.'),
+    _option("--sidecar-concurrency", type=_whole(WORKERS), default=2, show_default=True, help="Workers."),
+    _option(
         "--sidecar-uid", metavar="UID|none", default="65532", show_default=True,
         help="Its user. none: the cluster's choice, as on OpenShift; then there is no redirect mode.",
     ),
-    click.option(
+    _option(
         "--sidecar-listen-host", metavar="0.0.0.0|::", default="0.0.0.0", show_default=True, help="::: IPv6 as well."
     ),
-    click.option(
+    _option(
         "--native", type=click.Choice(["auto", "true", "false"]), default="auto", show_default=True,
         help="Restartable init container. auto: from Kubernetes 1.33 on, as --kubernetes-version says.",
     ),
-    click.option("--kubernetes-version", metavar="VERSION", help="Such as 1.33. Default: unknown, a plain container."),
-    click.option("--control-plane", metavar="HOST:PORT", help="Where injected sidecars ask for policy changes."),
-    click.option(
-        "--drain-seconds", type=click.IntRange(0, 3600), default=5, show_default=True,
+    _option("--kubernetes-version", metavar="VERSION", help="Such as 1.33. Default: unknown, a plain container."),
+    _option("--control-plane", metavar="HOST:PORT", help="Where injected sidecars ask for policy changes."),
+    _option(
+        "--drain-seconds", type=_whole(DRAIN_SECONDS), default=5, show_default=True,
         help="How long vLLM goes on serving once its pod began to stop.",
     ),
 )  # fmt: skip
@@ -527,8 +575,8 @@ def _injector(options: Mapping[str, Any]) -> InjectorSettings:
         "vllm-priority inject -f injected.yaml --uninject > deployment.yaml"
     ),
 )
-@click.option("-f", "--file", "path", metavar="FILE|-", required=True, help="Manifests, YAML or JSON. -: stdin.")
-@click.option("--uninject", is_flag=True, help="Take sidecars out again.")
+@_option("-f", "--file", "path", metavar="FILE|-", required=True, help="Manifests, YAML or JSON. -: stdin.")
+@_option("--uninject", is_flag=True, help="Take sidecars out again.")
 @_policy_file
 @_injector_options
 def inject(path: str, uninject: bool, policy: str | None, **options: Any) -> None:
@@ -556,21 +604,21 @@ def inject(path: str, uninject: bool, policy: str | None, **options: Any) -> Non
         "vllm-priority serve --policy policy.yaml --tls-cert tls.crt --tls-key tls.key"
     )
 )
-@click.option("--policy", metavar="FILE", required=True, help="Policy in YAML; changes are taken up as they come.")
-@click.option("--listen", metavar="HOST:PORT", default="0.0.0.0:8080", show_default=True, help="Plain HTTP.")
-@click.option("--tls-listen", metavar="HOST:PORT", default="0.0.0.0:8443", show_default=True, help="The same over TLS.")
-@click.option("--tls-cert", metavar="FILE", help="PEM; reloaded when it changes.")
-@click.option("--tls-key", metavar="FILE", help="PEM.")
-@click.option("--read-services", is_flag=True, help="Ask Kubernetes for the Services of a pod's namespace.")
-@click.option(
+@_option("--policy", metavar="FILE", required=True, help="Policy in YAML; changes are taken up as they come.")
+@_option("--listen", metavar="HOST:PORT", default="0.0.0.0:8080", show_default=True, help="Plain HTTP.")
+@_option("--tls-listen", metavar="HOST:PORT", default="0.0.0.0:8443", show_default=True, help="The same over TLS.")
+@_option("--tls-cert", metavar="FILE", help="PEM; reloaded when it changes.")
+@_option("--tls-key", metavar="FILE", help="PEM.")
+@_option("--read-services", is_flag=True, help="Ask Kubernetes for the Services of a pod's namespace.")
+@_option(
     "--numeric-services", type=click.Choice(["warn", "redirect"]), default="warn", show_default=True,
     help="Where a Service targets vLLM's port by number, which passes a sidecar by.",
 )  # fmt: skip
-@click.option(
+@_option(
     "--uninjectable", type=click.Choice(["refuse", "skip"]), default="refuse", show_default=True,
     help="A pod that asks for a sidecar and cannot have one.",
 )  # fmt: skip
-@click.option("--own-namespace", metavar="NAME", help="Pods there are left alone.")
+@_option("--own-namespace", metavar="NAME", help="Pods there are left alone.")
 @_injector_options
 @click.pass_context
 def serve(
@@ -590,9 +638,6 @@ def serve(
 
     if (tls_cert is None) != (tls_key is None):
         raise BadInput("--tls-cert and --tls-key go together; allowed: both, or neither")
-    for option, file in (("--tls-cert", tls_cert), ("--tls-key", tls_key)):
-        if file == "":
-            raise BadInput(f"{option}: '' is no file; allowed: the path of a PEM file")
     if tls_cert is None and context.get_parameter_source("tls_listen") is ParameterSource.COMMANDLINE:
         raise BadInput("--tls-listen: nothing is served there; allowed: with --tls-cert and --tls-key")
     if options["numeric_services"] == "redirect" and not read_services:
@@ -602,7 +647,7 @@ def serve(
             policy=Path(policy),
             listen=Address.parse(listen, "--listen"),
             tls_listen=Address.parse(tls_listen, "--tls-listen"),
-            tls_cert=Path(tls_cert) if tls_cert else None,
+            tls_cert=Path(tls_cert) if tls_cert is not None else None,
             tls_key=Path(tls_key) if tls_key else None,
             injector=_injector(options),
             read_services=read_services,

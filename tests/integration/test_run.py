@@ -286,7 +286,7 @@ def test_config_check_has_envoy_accept_it(role: str, extra: list[str], envoy: Pa
 def test_config_check_tells_envoys_own_reason(envoy: Path, tmp_path: Path) -> None:
     status, said = refusal(
         "config", "--role", "render", "--target", "bootstrap", "--check", "--envoy", str(envoy),
-        "--access-log", "", "-o", str(tmp_path / "out.yaml"),
+        "--access-log", "/nowhere/log", "-o", str(tmp_path / "out.yaml"),
     )  # fmt: skip
     assert status == 1
     assert "Envoy refuses the config: " in said
