@@ -324,12 +324,6 @@ def run(
     )
     built = bootstrap(_policy(policy, policy_name), placement)
     program = sidecar.find_envoy(envoy)
-    problem = sidecar.check_upstream(placement.upstream)
-    if problem:
-        click.echo(
-            f"vllm-priority: nothing answers on {placement.upstream} yet ({problem}); requests get a 503 until it does",
-            err=True,
-        )
     sidecar.run_foreground(built, placement, program, concurrency=concurrency, drain_seconds=drain)
 
 

@@ -188,6 +188,9 @@ def run_foreground(
     for what, address in (("--listen", placement.listen), ("--admin", placement.admin)):
         _check_free(address, what)
     _check_writable(placement.access_log)
+    # After all that is bad input, which has to be mended first.
+    if problem := _check_upstream(placement.upstream):
+        _say(f"nothing answers on {placement.upstream} yet ({problem}); requests get a 503 until it does")
     for descriptor in (sys.stdout.fileno(), sys.stderr.fileno()):
         # Envoy appends to the same file: whoever writes at an offset of its own writes over its lines.
         fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
@@ -202,11 +205,9 @@ def run_foreground(
     sidecar.start()
     process = sidecar.process
     assert process is not None
-    print(
-        f"vllm-priority: {placement.role} sidecar listens on {placement.listen}, forwards to {placement.upstream}, "
-        f"admin on {placement.admin}, Envoy {version}",
-        flush=True,
-        file=sys.stderr,
+    _say(
+        f"{placement.role} sidecar listens on {placement.listen}, forwards to {placement.upstream}, "
+        f"admin on {placement.admin}, Envoy {version}"
     )
     while process.poll() is None:
         if not signals:
@@ -216,7 +217,7 @@ def run_foreground(
         if received in (signal.SIGHUP, signal.SIGUSR1):
             process.send_signal(signal.SIGUSR1)
             continue
-        print(f"vllm-priority: draining for at most {drain_seconds:g} s", flush=True, file=sys.stderr)
+        _say(f"draining for at most {drain_seconds:g} s")
         for again in (signal.SIGTERM, signal.SIGINT):
             signal.signal(again, lambda *_: sidecar.kill())
         sidecar.drain(drain_seconds)
@@ -227,7 +228,11 @@ def run_foreground(
         raise EnvoyError(f"Envoy ended with status {status}; its own log, above, says why")
 
 
-def check_upstream(address: Address, timeout: float = 2.0) -> str | None:
+def _say(line: str) -> None:
+    print(f"vllm-priority: {line}", flush=True, file=sys.stderr)
+
+
+def _check_upstream(address: Address, timeout: float = 2.0) -> str | None:
     """None where the upstream accepts connections, else why not, in a few words."""
     try:
         socket.create_connection((address.host, address.port), timeout).close()
