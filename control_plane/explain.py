@@ -7,6 +7,7 @@ from typing import Any
 from lupa import luajit21
 
 from control_plane.lua_bundle import bundle
+from control_plane.package_data import read_text
 from control_plane.policy import Policy, Role
 from control_plane.render import FILTER_NAME, filter_settings
 
@@ -75,6 +76,10 @@ class Filter:
         self._to_table = lua.table_from
         self._on_request = functions[b"envoy_on_request"]
         self._on_response = functions[b"envoy_on_response"]
+        self._hold: Any = None
+        if own_envoy:
+            lua.execute(read_text("lua", "hold.lua").encode())
+            self._hold = functions[b"envoy_on_request"]
         self._collect = functions[b"collectgarbage"]
 
     def explain(
@@ -91,12 +96,14 @@ class Filter:
         """Run one request, its body in these chunks, and this answer to it (`answer_chunks`: the same, in pieces)."""
         metadata = _Metadata(self._to_table)
         pseudo = [(b":method", method.encode()), (b":path", path.encode())]
-        request = _Stream(
-            pseudo + [(name.lower().encode(), value.encode("latin-1")) for name, value in headers], chunks, metadata
-        )
+        lines = pseudo + [(name.lower().encode(), value.encode("latin-1")) for name, value in headers]
+        held_behind = self._hold is not None and not any(name == b"content-length" for name, _ in lines)
+        request = _Stream(lines, chunks, metadata, held_behind)
         # lupa mixes Python's objects up where Lua collects while they come and go: between requests there are none.
         self._collect(b"stop")
         self._on_request(request)
+        if held_behind and request.response is None:
+            self._hold(request)
         refusal = request.response
         if refusal is None:
             head = [(name.lower().encode(), value.encode("latin-1")) for name, value in answer_head]
@@ -129,14 +136,14 @@ class Filter:
 class _Metadata:
     """Dynamic metadata of one stream, under the filter's namespace."""
 
-    def __init__(self, to_table: Callable[[dict[bytes, bytes]], Any]) -> None:
-        self.values: dict[bytes, bytes] = {}
+    def __init__(self, to_table: Callable[[dict[bytes, Any]], Any]) -> None:
+        self.values: dict[bytes, Any] = {}
         self._to_table = to_table
 
     def get(self, namespace: bytes) -> Any:
         return self._to_table(self.values) if namespace == FILTER_NAME.encode() and self.values else None
 
-    def set(self, namespace: bytes, key: bytes, value: bytes) -> None:
+    def set(self, namespace: bytes, key: bytes, value: Any) -> None:
         if namespace == FILTER_NAME.encode():
             self.values[key] = value
 
@@ -203,6 +210,14 @@ class _Stats:
 
 
 @dataclass
+class _RouteMetadata:
+    held_behind: bool
+
+    def get(self, key: bytes) -> Any:
+        return self.held_behind if key == b"held_behind" else None
+
+
+@dataclass
 class _StreamInfo:
     metadata: _Metadata
 
@@ -216,7 +231,8 @@ class _Stream:
 
     lines: list[tuple[bytes, bytes]]
     received: Sequence[bytes]
-    metadata: _Metadata
+    dynamic: _Metadata
+    held_behind: bool = False
     response: tuple[dict[bytes, bytes], bytes] | None = None
     chunks: list[bytes] = field(init=False)
 
@@ -230,7 +246,10 @@ class _Stream:
         return _Headers(self.lines)
 
     def streamInfo(self) -> _StreamInfo:
-        return _StreamInfo(self.metadata)
+        return _StreamInfo(self.dynamic)
+
+    def metadata(self) -> _RouteMetadata:
+        return _RouteMetadata(self.held_behind)
 
     def stats(self) -> _Stats:
         return _Stats()
@@ -239,8 +258,8 @@ class _Stream:
         return _Buffer(self.chunks, slice(None), self.headers()) if any(self.chunks) else None
 
     def bodyChunks(self) -> Any:
-        # The headers have left before the first chunk comes.
-        sent = _Headers(list(self.lines))
+        # The headers have left before the first chunk comes, or wait in the next filter.
+        sent = _Headers(self.lines if self.held_behind else list(self.lines))
         steps = iter([_Buffer(self.chunks, slice(index, index + 1), sent) for index in range(len(self.chunks))])
         return lambda *_: next(steps, None)
 

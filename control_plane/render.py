@@ -17,7 +17,7 @@ import yaml
 
 from control_plane.errors import BadInput
 from control_plane.lua_bundle import Setting, bundle
-from control_plane.package_data import folder
+from control_plane.package_data import folder, read_text
 from control_plane.policy import READS_HEADER, RESPONSE_ROUTES, ROLES, Policy, Role, Routes
 
 Resource = dict[str, Any]
@@ -194,7 +194,10 @@ OUTCOMES = (
 
 def filter_config(policy: Policy, role: Role, own_envoy: bool = True) -> Resource:
     """The Lua filter's typed_config. `own_envoy`: within `listeners()` and `clusters()`."""
-    script = bundle(filter_settings(policy, role, own_envoy))
+    return _lua(bundle(filter_settings(policy, role, own_envoy)))
+
+
+def _lua(script: str) -> Resource:
     return _place("filter", filter_name=FILTER_NAME, script=script)
 
 
@@ -217,6 +220,7 @@ def listeners(policy: Policy, placement: Placement) -> list[Resource]:
         access_log=placement.access_log,
         log_fields=_LOG_FIELDS,
         http_filter=http_filter,
+        hold_filter={"name": _HOLD_NAME, "disabled": True, "typed_config": _lua(read_text("lua", "hold.lua"))},
         buffer=_CONNECTION_BUFFER,
         window=_HTTP2_WINDOW,
         note=_FORWARDED_PROTO_NOTE,
@@ -421,6 +425,9 @@ def to_yaml(documents: list[Resource]) -> str:
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1000, explicit_start=len(documents) > 1)
 
 
+_HOLD_NAME = f"{FILTER_NAME}_hold"
+"""The filter that holds a body of unknown length, lua/hold.lua: behind the other, and off but on one kind of route."""
+
 _FORWARDED_PROTO_NOTE = "x-vllm-priority-forwarded-proto"
 
 _WITHOUT_LUA = {
@@ -438,11 +445,21 @@ def _routes() -> list[Resource]:
     """
     not_post = {"name": ":method", "string_match": {"exact": "POST"}, "invert_match": True}
     long = {"name": "content-length", "range_match": {"start": _STREAM_ABOVE + 1, "end": 2**63 - 1}}
+    unknown_length = {"name": "content-length", "present_match": True, "invert_match": True}
+    held_behind = {
+        # So that no script counts on that filter in an Envoy that was configured before there was one.
+        "metadata": {"filter_metadata": {FILTER_NAME: {"held_behind": True}}},
+        "typed_per_filter_config": {
+            _HOLD_NAME: {"@type": "type.googleapis.com/envoy.config.route.v3.FilterConfig", "config": {}}
+        },
+        "request_body_buffer_limit": _HELD_BODY,
+    }
     without_lua = {"typed_per_filter_config": _WITHOUT_LUA}
     kinds: list[tuple[Resource, Resource]] = [
         ({"prefix": "/", "headers": [not_post]}, without_lua),
         *(({"path": path}, without_lua) for path in sorted(READS_HEADER)),
         ({"prefix": "/", "headers": [long]}, {}),
+        ({"prefix": "/", "headers": [unknown_length]}, held_behind),
         ({"prefix": "/"}, {"request_body_buffer_limit": _HELD_BODY}),
     ]
     routes = []

@@ -1,4 +1,4 @@
--- The Envoy filter: the only file that touches Envoy's stream handle.
+-- The Envoy filter. With hold.lua the only file that touches the stream handle.
 --
 -- A request that carries a priority, on a route that does not read the header: its body is edited, a long one while
 -- it streams by. A route whose answer alone can carry it: the answer is. Everything else is let go at once.
@@ -186,6 +186,38 @@ local function edit_stream(handle, headers, verdict, length)
   end
 end
 
+-- A body of unknown length with lua/hold.lua behind, where it waits until it is whole: edited while it passes.
+local function edit_chunks(handle, verdict)
+  handle:streamInfo():dynamicMetadata():set(NAMESPACE, "held", true)
+  local editor = json_edit.new(MEMBER, verdict.text, nil, 0, verdict == default)
+  local passed, refused = 0, false
+  for chunk in handle:bodyChunks() do
+    local size = chunk:length()
+    passed = passed + size
+    if refused then
+      chunk:setBytes("")
+    elseif MAX_BODY and passed > MAX_BODY then
+      refused = true
+      refuse_late(handle, 413, "too_large", too_large(), nil)
+      chunk:setBytes("")
+    elseif size > 0 then
+      local new = edited_bytes(editor, chunk, size, false)
+      local refusal = text_refusal(editor, verdict == default)
+      if refusal then
+        refused = true
+        refuse_late(handle, refusal[1], refusal[2], refusal[3], HEADER)
+      elseif new then
+        chunk:setBytes(new)
+      end
+    end
+  end
+  if passed == 0 then
+    tell(handle, "not_json", nil)
+  elseif not refused then
+    tell_result(handle, json_edit.result(editor), verdict)
+  end
+end
+
 local function edit_request(handle, headers, verdict)
   local length = headers:get("content-length")
   length = length and tonumber(length)
@@ -199,6 +231,9 @@ local function edit_request(handle, headers, verdict)
   -- All else is held until it is whole. A server can do nothing with less, and its length is right by itself.
   if not length then
     note(handle, report_of("pending", verdict)) -- Envoy's own answer to a body that it does not hold finds this
+    if handle:metadata():get("held_behind") then
+      return edit_chunks(handle, verdict)
+    end
   end
   local body = handle:body()
   local size = body and body:length() or 0

@@ -310,14 +310,10 @@ def test_b9_an_old_value_of_any_kind_is_replaced_where_it_stands(
 def test_b10_a_body_in_utf_16_or_32_is_refused(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, encoding: str
 ) -> None:
-    upstream.handler = _parse_as_vllm_does
     answer = _post(front, "5", '{"prompt":"é","priority":2}'.encode(encoding), transport)
     assert (answer.status, answer.applied) == (415, "none; outcome=not_json")
     assert_refused(answer.body, "Unsupported Media Type", 415, param="x-vllm-priority")
-    for request in upstream.requests:
-        assert request.complete.wait(5)
-        with pytest.raises(ValueError, match="."):
-            request.json()  # what was refused must not have been run
+    assert upstream.requests == []
 
 
 def _parse_as_vllm_does(request: Request, connection: Connection) -> None:

@@ -110,3 +110,17 @@ def test_a_body_of_unknown_length_is_held_whole_where_envoy_can(
     assert _upload(front, transport, 20, None) == 200
     assert upstream.only.framing == "chunked"
     assert upstream.only.body == START + BLOCK * 20 + END.replace(b":2}", b":5}")
+
+
+def test_a_held_body_is_held_once(sidecar: SidecarFactory, upstream: RecordingUpstream) -> None:
+    front = sidecar(fresh=True)
+    if front.version < (1, 37):
+        return
+    idle = front.peak_memory()
+    upstream.keep_bodies = False
+    together = threading.Barrier(2)
+    with ThreadPoolExecutor(2) as pool:
+        uploads = [pool.submit(_upload, front, "h1-chunked", 48, together) for _ in range(2)]
+        assert [upload.result() for upload in uploads] == [200, 200]
+    grown = front.peak_memory() - idle
+    assert grown <= 96 * MEBIBYTE + BOUND, f"{grown / MEBIBYTE:.0f} MB for two bodies of 48 MB"

@@ -156,7 +156,6 @@ def test_t3_a_body_past_the_configured_limit_is_a_413(
     sidecar: SidecarFactory, upstream: RecordingUpstream, transport: str
 ) -> None:
     body = b'{"prompt":"' + b"x" * 5000 + b'"}'
-    upstream.handler = _parsing
     front = sidecar(policy=LIMITED)
     answer = call(front.address, RENDER, body, priority("5"), transport=transport, cuts=[500, 900, 4000])
     assert answer.status == 413
@@ -164,22 +163,7 @@ def test_t3_a_body_past_the_configured_limit_is_a_413(
     error = json.loads(answer.body)["error"]
     assert (error["type"], error["code"]) == ("Payload Too Large", 413)
     assert "1000" in error["message"]
-    if transport.endswith("length"):
-        assert upstream.requests == []
-    for request in upstream.requests:
-        assert request.complete.wait(5) or request.gone.wait(5)
-        with pytest.raises(ValueError, match="."):
-            request.json()  # what was refused must not have been run
-
-
-def _parsing(request: Request, connection: Connection) -> None:
-    connection.read_body(request)
-    try:
-        json.loads(request.body)
-    except ValueError:
-        connection.send(response(b'{"detail":"There was an error parsing the body"}', b"400 Bad Request"))
-    else:
-        connection.send(response(b'{"ran":true}'))
+    assert upstream.requests == []
 
 
 @each_transport
