@@ -1,10 +1,12 @@
 """What a request's cost in Lua is made of: instructions of Envoy's process a request, by valgrind's callgrind.
 
     python tests/bench/instructions.py
-    python tests/bench/instructions.py --body 29KB --only header-only,ours
+    python tests/bench/instructions.py --bodies 29KB --only header-only,ours
 
-It counts and does not time, so other work on the machine does not show in it. Each step is the header-only filter and
-one thing more; `ours` is all of it. System calls are not in the count: the share of a whole request is smaller.
+It counts and does not time, so other work on the machine does not show in it. The steps are a ladder: each is the one
+before and one thing more that a filter cannot do without if it edits the body, counts, logs and answers with a header;
+the last is ours, so what is left over is the reading of value, route and JSON. System calls are not in the count: of a
+whole request, which they are part of, the shares are smaller. Prints Markdown.
 """
 
 import argparse
@@ -15,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that is not installed
@@ -24,57 +27,63 @@ import configs
 from load import require
 from processes import BenchError, Process, find_envoy, free_port, start_envoy
 
+_HEADERS = "".join(
+    f'headers:get("{name}") ' for name in (":path", ":method", "content-length", "content-encoding", "content-type")
+)
 _REPORT = '"5; source=header; outcome=inserted"'
-_NOTE = f'handle:streamInfo():dynamicMetadata():set("vllm_priority", "report", {_REPORT})'
-_GETS = "".join(f'headers:get("{name}") ' for name in (":path", ":method", "content-type", "content-encoding"))
-_CHANGES = 'headers:replace("content-length", headers:get("content-length")) headers:remove("x-vllm-priority")'
+_NOTE = f'handle:streamInfo():dynamicMetadata():set("vllm_priority", "report", {_REPORT}) '
+_ANSWER = (
+    'local found = handle:streamInfo():dynamicMetadata():get("vllm_priority") '
+    'if found then handle:headers():replace("x-vllm-priority-applied", found.report) end '
+)
 
-STEPS: dict[str, tuple[str, str]] = {
-    "header-only": ("", ""),
-    "four more headers read": (_GETS, ""),
-    "a header replaced, one removed": (_CHANGES, ""),
-    "the first chunk waited for": ("for chunk in handle:bodyChunks() do break end", ""),
-    "its bytes read and written": (
-        "for chunk in handle:bodyChunks() do chunk:setBytes(chunk:getBytes(0, chunk:length())) break end",
-        "",
-    ),
-    "the last chunk waited for, too": ("for chunk in handle:bodyChunks() do end", ""),
-    "a counter": ('handle:stats():counter("inserted"):inc()', ""),
-    "an entry of metadata": (_NOTE, ""),
-    "an empty envoy_on_response": ("", "function envoy_on_response(handle) end"),
-    "metadata, and the answer's header from it": (
-        _NOTE,
-        "function envoy_on_response(handle) "
-        'local found = handle:streamInfo():dynamicMetadata():get("vllm_priority") '
-        'if found then handle:headers():replace("x-vllm-priority-applied", found.report) end end',
-    ),
-}
+LADDER: tuple[tuple[str, str, str | None], ...] = (
+    ("header-only", "", None),
+    ("five more headers read", _HEADERS, None),
+    ("the header removed", 'headers:remove("x-vllm-priority") ', None),
+    ("the body held until it is whole", "local body = handle:body() ", None),
+    ("its bytes read", "local bytes = body:getBytes(0, body:length()) ", None),
+    ("its bytes written", "body:setBytes(bytes) ", None),
+    ("a counter", 'handle:stats():counter("inserted"):inc() ', None),
+    ("an entry of metadata, for the access log and the answer", _NOTE, None),
+    ("an empty envoy_on_response", "", ""),
+    ("the entry read, and the answer's header from it", "", _ANSWER),
+)
+"""What a step adds to the request's side, and to the answer's; None: there is no envoy_on_response yet."""
+
+
+_OURS = ("ours", _NO_HEADER := "ours, without the header")
+STEPS = (*(name for name, _, _ in LADDER), *_OURS)
 
 
 def script(step: str) -> str:
-    """The header-only filter with one step more."""
-    request, response = STEPS[step]
+    """The header-only filter and all steps up to this one."""
+    request, response = "", None
+    for name, more, answer in LADDER:
+        request += more
+        response = answer if response is None else response + (answer or "")
+        if name == step:
+            break
+    on_response = "" if response is None else f" function envoy_on_response(handle) {response}end"
     return (
         "function envoy_on_request(handle) local headers = handle:headers() "
-        f'local value = headers:get("x-vllm-priority") {request} end {response}'
+        f'local value = headers:get("x-vllm-priority") {request}end{on_response}'
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--body", default="100B", choices=bodies.NAMES)
+    parser.add_argument("--bodies", default="100B,29KB", help=f"comma-separated, of: {', '.join(bodies.NAMES)}")
     parser.add_argument("--requests", type=int, default=500)
-    parser.add_argument("--only", help=f"comma-separated, of: ours, {', '.join(STEPS)}")
+    parser.add_argument("--only", help=f"comma-separated, of: {', '.join(STEPS)}")
     parser.add_argument("--envoy", help="path of the Envoy to run")
     options = parser.parse_args(arguments)
     try:
-        names = options.only.split(",") if options.only else [*STEPS, "ours"]
-        unknown = [name for name in names if name not in STEPS and name != "ours"]
-        if unknown:
-            raise BenchError(f"--only {unknown[0]}: unknown; allowed: ours, {', '.join(STEPS)}")
+        steps = _chosen("--only", options.only, STEPS)
+        names = _chosen("--bodies", options.bodies, bodies.NAMES)
         require("valgrind", "valgrind")
         require("h2load", "nghttp2-client")
-        _run(names, options.body, options.requests, find_envoy(options.envoy))
+        _run(steps, names, options.requests, find_envoy(options.envoy))
     except BenchError as error:
         print(f"instructions: {error}", file=sys.stderr)
         return 2
@@ -83,30 +92,55 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(names: list[str], body_name: str, requests: int, binary: str) -> None:
-    body = bodies.body(body_name)
-    with tempfile.TemporaryDirectory(prefix="instructions-") as name:
-        folder = Path(name)
+def _chosen(option: str, text: str | None, known: Sequence[str]) -> list[str]:
+    chosen = text.split(",") if text else list(known)
+    unknown = [name for name in chosen if name not in known]
+    if unknown:
+        raise BenchError(f"{option} {unknown[0]}: unknown; allowed: {', '.join(known)}")
+    return chosen
+
+
+def _run(steps: list[str], names: list[str], requests: int, binary: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="instructions-") as folder, ThreadPoolExecutor(len(names)) as pool:
+        counts: dict[str, list[float]] = {name: [] for name in names}
+        print(f"| thousand instructions a request | {' | '.join(f'{name} | more' for name in names)} |")
+        print(f"|---|{'---:|' * 2 * len(names)}")
+        for step in steps:
+            ways = [pool.submit(_step, step, name, requests, binary, Path(folder)) for name in names]
+            cells = []
+            for name, way in zip(names, ways, strict=True):
+                counts[name].append(way.result())
+                more = counts[name][-1] - counts[name][-2] if len(counts[name]) > 1 else 0.0
+                cells += [f"{counts[name][-1] / 1e3:.1f}", f"{more / 1e3:+.1f}"]
+            print(f"| {step} | {' | '.join(cells)} |", flush=True)
+
+
+def _step(step: str, name: str, requests: int, binary: str, parent: Path) -> float:
+    body = bodies.body(name)
+    with tempfile.TemporaryDirectory(dir=parent) as at:
+        folder = Path(at)
         data = folder / "body"
         data.write_bytes(body.data)
-        drain_port = free_port()
-        base = None
-        print(f"{'thousand instructions a request, ' + body_name:45} {'all':>8} {'more':>8}")
+        drain_port, port = free_port(), free_port()
+        config = configs.product()
+        if step not in _OURS:
+            own = configs.lua_filter(script(step))
+            own["typed_config"]["clear_route_cache"] = False  # as ours has it; on, each changed header costs a routing
+            config = configs.with_filter(config, [own])
         with start_envoy(binary, configs.drain(drain_port, free_port()), "drain", drain_port, folder, None):
-            for step in names:
-                config = configs.product()
-                if step != "ours":
-                    config = configs.with_filter(config, [configs.lua_filter(script(step))])
-                port = free_port()
-                count = _count(
-                    binary, configs.placed(config, port, drain_port), port, body.route, data, requests, folder
-                )
-                base = count if base is None else base
-                print(f"{step:45} {count / 1e3:8.1f} {(count - base) / 1e3:+8.1f}", flush=True)
+            config = configs.placed(config, port, drain_port)
+            return _count(binary, config, port, body.route, data, step != _NO_HEADER, requests, folder)
 
 
 def _count(
-    binary: str, config: configs.Config, port: int, route: str, data: Path, requests: int, folder: Path
+    binary: str,
+    config: configs.Config,
+    port: int,
+    route: str,
+    data: Path,
+    with_header: bool,
+    requests: int,
+    folder: Path,
 ) -> float:
     """Instructions a request, of one Envoy that has been warmed up."""
     path = folder / "counted.json"
@@ -121,7 +155,7 @@ def _count(
 
         def load(count: int) -> None:
             url = f"http://127.0.0.1:{port}{route}"
-            headers = ["-H", "content-type: application/json", "-H", f"{bodies.HEADER}: 5"]
+            headers = ["-H", "content-type: application/json", *(["-H", f"{bodies.HEADER}: 5"] if with_header else [])]
             run = subprocess.run(
                 ["h2load", "--h1", "-n", str(count), "-c", "1", "-d", str(data), *headers, url],
                 capture_output=True, text=True, check=False,

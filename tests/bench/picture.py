@@ -142,19 +142,21 @@ def _memory(axis: Any, results: dict[str, Any]) -> None:
 
 
 def _first_byte(axis: Any, results: dict[str, Any]) -> None:
-    found = {
-        letter: entry["first_body_ms"] for letter, entry in results["first-byte"].items() if entry["first_body_ms"]
-    }
-    letters = list(found)[::-1]
-    values = [statistics.median(found[letter]) for letter in letters]
-    axis.barh([_label(results, letter) for letter in letters], values, color=[COLOURS[letter] for letter in letters])
+    found = [
+        (f"{_label(results, letter)}, {body}", COLOURS[letter], statistics.median(entry["first_body_ms"]))
+        for letter, bodies in results["first-byte"].items()
+        for body, entry in bodies["bodies"].items()
+        if entry["first_body_ms"]
+    ][::-1]
+    labels, colours, values = zip(*found, strict=True)
+    axis.barh(labels, values, color=colours)
     for place, value in enumerate(values):
         axis.text(value * 1.15, place, f"{value:,.1f} ms", va="center", fontsize=8)
     axis.set_xscale("log")
     axis.set_xlim(0.1, max(values) * 8)
     axis.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
     over = next(iter(results["first-byte"].values()))["sent_over_seconds"]
-    axis.set_xlabel(f"ms from the client's first byte, 200 KB sent over {over:g} s")
+    axis.set_xlabel(f"ms from the client's first byte, bodies sent over {over:g} s")
     axis.set_title("First byte of the body at the upstream")
 
 

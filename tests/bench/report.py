@@ -303,15 +303,18 @@ def _growth(results: Results) -> str:
 def _first_byte(results: Results) -> str:
     names = _names(results)
     rows = []
-    for letter, found in results["first-byte"].items():
-        cells = [
-            f"{statistics.median(found[key]):.2f}" if found[key] else "refused" for key in ("first_ms", "first_body_ms")
-        ]
-        reached = "" if not found["first_body_ms"] else "yes" if max(found["first_body_ms"]) <= FIRST_BYTE_MS else "no"
-        rows.append([names[letter], *cells, reached])
+    for letter, bodies in results["first-byte"].items():
+        for body, found in bodies["bodies"].items():
+            cells = [
+                f"{statistics.median(found[key]):.2f}" if found[key] else "refused"
+                for key in ("first_ms", "first_body_ms")
+            ]
+            times = found["first_body_ms"]
+            reached = "" if not times else "yes" if max(times) <= FIRST_BYTE_MS else "no"
+            rows.append([names[letter], body, *cells, reached])
     over = next(iter(results["first-byte"].values()))["sent_over_seconds"]
-    note = f"Milliseconds after the client's first byte, for a body of 200 KB sent over {over:g} s."
-    head = ["contender", "first byte of the request", "first byte of the body", f"within {FIRST_BYTE_MS:g} ms"]
+    note = f"Milliseconds after the client's first byte, for a body sent over {over:g} s."
+    head = ["contender", "body", "first byte of the request", "first byte of the body", f"within {FIRST_BYTE_MS:g} ms"]
     return _markdown("First byte at the upstream", head, rows, note)
 
 
