@@ -288,8 +288,9 @@ class _Server:
     async def basics(self) -> bool:
         """Whether it answers, is vLLM, lets us in and serves the model."""
         try:
-            await self._reachable()
-            await self._version()
+            reached, code = await self._reachable()
+            await self._is_vllm()
+            self.add("reachable", "ok", reached, status=code)
             await self._models()
         except _StopError:
             return False
@@ -298,7 +299,8 @@ class _Server:
             return False
         return True
 
-    async def _reachable(self) -> None:
+    async def _reachable(self) -> tuple[str, int]:
+        """What to say of it, and the status; whether it is vLLM comes first."""
         started = time.monotonic()
         try:
             answer = await self.client.get("/health")
@@ -313,21 +315,31 @@ class _Server:
         if answer.is_redirect:
             to = answer.headers.get("location", "")
             raise self.stop("reachable", f"GET /health: {code}, moved to {to}", f"use that URL for --{self.role}")
-        self.add("reachable", "ok", f"GET /health: {code} in {(time.monotonic() - started) * 1000:.0f} ms", status=code)
+        return f"GET /health: {code} in {(time.monotonic() - started) * 1000:.0f} ms", code
 
-    async def _version(self) -> None:
+    async def _is_vllm(self) -> None:
         answer = await self.client.get("/version")
         version = _member(_json(answer), "version")
         if isinstance(version, str):
             self.add("version", "ok", f"vLLM {version}", version=version)
             return
         listing = await self.client.get("/v1/models")
-        if listing.status_code == 401 or isinstance(_member(_json(listing), "data"), list):
+        cards = _member(_json(listing), "data")
+        if listing.status_code == 401 or isinstance(cards, list):
+            seen = f"GET /version: {answer.status_code}, but /v1/models is there"
+            owner = _member(cards[0], "owned_by") if isinstance(cards, list) and cards else None
+            if isinstance(owner, str) and owner != "vllm":  # vLLM's ModelCard has owned_by: "vllm"
+                seen += f"; its models are owned by {owner[:40]!r}, vLLM's by 'vllm', so this may be another server"
             next_step = "ask the server itself, not a gateway in front of it, to see all there is"
-            self.add("version", "warn", f"GET /version: {answer.status_code}, but /v1/models is there", next_step)
+            self.add("vLLM", "warn", seen, next_step)
             return
-        seen = f"GET /version: {answer.status_code}, {_shown(answer)}: this is not vLLM"
-        raise self.stop("version", seen, f"correct --{self.role}: the root URL of a vLLM server, without a path")
+        kind = _one_line(answer.headers.get("server", ""), 40)
+        seen = (
+            f"this is not vLLM: GET /version answers {answer.status_code}, {_page(answer)}, and GET /v1/models "
+            f"{listing.status_code}{f' (Server: {kind})' if kind else ''}; "
+            'vLLM answers GET /version with {"version": ...}'
+        )
+        raise self.stop("vLLM", seen, f"correct --{self.role}: the root URL of a vLLM server, without a path")
 
     async def _models(self) -> None:
         answer = await self.client.get("/v1/models")
@@ -808,6 +820,10 @@ def _error_text(answer: httpx.Response) -> str:
 
 def _shown(answer: httpx.Response) -> str:
     return _one_line(answer.text, 80) or "empty"
+
+
+def _page(answer: httpx.Response) -> str:
+    return "an HTML page" if "html" in answer.headers.get("content-type", "") else _shown(answer)
 
 
 def _one_line(text: str, most: int) -> str:

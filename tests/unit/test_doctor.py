@@ -19,7 +19,7 @@ from rich.console import Console
 from control_plane import doctor
 from control_plane.doctor import GENERATE_ROUTE, DoctorSettings, Report, Row, examine
 from control_plane.errors import BadInput
-from control_plane.policy import RENDER_ROUTES
+from control_plane.policy import RENDER_ROUTES, Role
 from control_plane.simulator import SimulatorSettings, run
 
 ENGINE = SimulatorSettings(kind="engine")
@@ -240,14 +240,14 @@ def other_server(answer: Answer) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("answer", "check", "said"),
     [
-        (lambda path: (200, "text/html", b"<h1>Hello</h1>"), "version", "this is not vLLM"),
-        (lambda path: (404, "text/plain", b""), "version", "this is not vLLM"),
-        (lambda path: (200, "application/json", b'{"version": 5}'), "version", "this is not vLLM"),
+        (lambda path: (200, "text/html", b"<h1>Hello</h1>"), "vLLM", "this is not vLLM"),
+        (lambda path: (404, "text/plain", b""), "vLLM", "this is not vLLM"),
+        (lambda path: (200, "application/json", b'{"version": 5}'), "vLLM", "this is not vLLM"),
         (lambda path: (200, "application/json", b'{"version": "0.32.0"}'), "model", "GET /v1/models: 200"),
         (lambda path: (503, "text/plain", b"no healthy upstream"), "reachable", "503, no healthy upstream"),
         (lambda path: (301, "text/plain", b""), "reachable", "moved to https://elsewhere.example/"),
-        (lambda path: (200, "text/plain", b"\xff\x00\x1b[31m"), "version", "this is not vLLM"),
-        (lambda path: (200, "application/json", b"[" * 50_000), "version", "this is not vLLM"),
+        (lambda path: (200, "text/plain", b"\xff\x00\x1b[31m"), "vLLM", "this is not vLLM"),
+        (lambda path: (200, "application/json", b"[" * 50_000), "vLLM", "this is not vLLM"),
     ],
 )
 def test_a_server_that_is_not_vllm_is_one_failed_row(answer: Answer, check: str, said: str) -> None:
@@ -256,6 +256,40 @@ def test_a_server_that_is_not_vllm_is_one_failed_row(answer: Answer, check: str,
     assert [row.check for row in found.rows if row.verdict == "fail"] == [check]
     assert said in row(found, check).seen
     assert row(found, check).next_step
+
+
+@pytest.mark.parametrize(
+    ("answer", "seen"),
+    [
+        (lambda path: (404, "text/plain", b"nope"), "GET /version answers 404, nope, and GET /v1/models 404"),
+        (lambda path: (404, "text/html", b"<h1>No</h1>"), "GET /version answers 404, an HTML page, and GET /v1/models"),
+        (lambda path: (200, "text/html", b""), "GET /version answers 200, an HTML page, and GET /v1/models 200"),
+    ],
+)
+@pytest.mark.parametrize("role", ["render", "engine"])
+def test_that_it_is_not_vllm_is_the_first_and_only_finding(role: Role, answer: Answer, seen: str) -> None:
+    with other_server(answer) as url:
+        (only,) = ask(**{role: url}).rows
+    assert (only.check, only.verdict) == ("vLLM", "fail")
+    assert seen in only.seen
+    assert "(Server: BaseHTTP/" in only.seen, "which names what it is"
+    assert 'vLLM answers GET /version with {"version": ...}' in only.seen
+    assert only.next_step == f"correct --{role}: the root URL of a vLLM server, without a path"
+
+
+def test_a_server_of_the_same_api_that_is_not_vllm_is_told_apart() -> None:
+    """Ollama, LiteLLM and others list models in the same way, and are no servers of these routes."""
+
+    def answer(path: str) -> tuple[int, str, bytes]:
+        if path == "/v1/models":
+            return 200, "application/json", b'{"data": [{"id": "llama", "owned_by": "library"}]}'
+        return 404, "text/plain", b"404 page not found"
+
+    with other_server(answer) as url:
+        first = ask(engine=url).rows[0]
+    assert (first.check, first.verdict) == ("vLLM", "warn")
+    assert "its models are owned by 'library', vLLM's by 'vllm'" in first.seen
+    assert first.next_step
 
 
 def test_a_busy_server_is_not_judged() -> None:
