@@ -1,13 +1,16 @@
 """The target envoy-gateway: what Gateway API's schema and Envoy Gateway's own validator of scripts ask for."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lupa.lua51 as lua51
 import lupa.luajit21 as luajit21
 import pytest
+import yaml
 
 from control_plane.errors import BadInput
 from control_plane.policy import ROLES, Policy, Role, parse_policies
@@ -224,3 +227,32 @@ def test_the_stand_in_for_the_validator_refuses_what_the_real_one_does() -> None
     ):
         with pytest.raises((lua51.LuaError, luajit21.LuaError)):
             _validate(script, "envoy_on_request", {"*": "example_value"})
+
+
+# Where Envoy Gateway's API has them: https://gateway.envoyproxy.io/latest/api/extension_types/
+FIELDS = {
+    "ClientTrafficPolicy": {
+        "timeout.http.streamIdleTimeout", "connection.bufferLimit",
+        "http2.initialStreamWindowSize", "http2.initialConnectionWindowSize",
+    },
+    "BackendTrafficPolicy": {"timeout.http.connectionIdleTimeout"},
+}  # fmt: skip
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[str]:
+    if not isinstance(value, dict):
+        yield path
+        return
+    for key, below in value.items():
+        yield from _leaves(below, f"{path}.{key}" if path else key)
+
+
+def test_the_policies_of_the_docs_name_fields_of_the_api_and_do_not_conflict() -> None:
+    """Of two ClientTrafficPolicies on one Gateway, Envoy Gateway accepts one and marks the other Conflicted."""
+    page = (Path(__file__).parents[2] / "docs" / "envoy-gateway.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    policies = [d for block in blocks for d in yaml.safe_load_all(block) if d.get("kind") in FIELDS]
+    targets = [(d["kind"], target["kind"], target["name"]) for d in policies for target in d["spec"].pop("targetRefs")]
+    assert len(targets) == len(set(targets))
+    found = {kind: {leaf for d in policies if d["kind"] == kind for leaf in _leaves(d["spec"])} for kind in FIELDS}
+    assert found == FIELDS
