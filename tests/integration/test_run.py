@@ -1,6 +1,7 @@
 """The commands that run or ask a real Envoy: `vllm-priority run`, `config --check`, `make envoy-config`."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -192,6 +193,41 @@ def test_it_goes_on_after_a_signal_that_is_not_to_end_it(
     running.process.send_signal(signal.SIGTERM)
     running.said("draining")
     assert running.ended() == 0
+
+
+@pytest.mark.parametrize(
+    ("told", "number"), [("run", signal.SIGUSR1), ("run", signal.SIGHUP), ("envoy", signal.SIGUSR1)]
+)
+def test_the_access_log_is_reopened_so_that_it_can_be_rotated(
+    told: str, number: signal.Signals, run: Callable[..., Running], upstream: RecordingUpstream
+) -> None:
+    running = run(upstream.address)
+    running.said("listens on")
+    (envoy,) = running.envoys()
+    log = running.log.parent / "access.log"
+    rotated = log.with_suffix(".1")
+    assert post(running.listen)[0] == 200
+    logged(log, 1)
+
+    log.rename(rotated)
+    os.kill(running.process.pid if told == "run" else envoy, number)
+    until = time.monotonic() + 3 * WAIT
+    while not log.exists():
+        assert time.monotonic() < until, "it still holds the file that was renamed"
+        time.sleep(0.02)
+    assert post(running.listen)[0] == 200
+    logged(log, 1)
+    logged(rotated, 1)
+    assert running.envoys() == [envoy], "the same Envoy: no connection was lost"
+
+
+def logged(log: Path, lines: int) -> None:
+    """Waits until so many whole lines stand in the log: Envoy writes it every second."""
+    until = time.monotonic() + 3 * WAIT
+    while (text := log.read_text()).count("\n") < lines:
+        assert time.monotonic() < until, text
+        time.sleep(0.02)
+    assert [json.loads(line)["status"] for line in text.splitlines()] == [200] * lines
 
 
 def test_it_ends_when_its_envoy_does_and_says_so(run: Callable[..., Running], upstream: RecordingUpstream) -> None:
