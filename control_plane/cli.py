@@ -81,7 +81,10 @@ USED_BY: Mapping[str, tuple[str, ...]] = {
     "--check": ("bootstrap",),
     "--output": _ALL,
 }
-"""Option of `config` -> the targets that use it. With another target it is refused: it would do nothing."""
+"""Option of `config` -> the targets that use it. With another target it would do nothing, which is said."""
+
+_PLACES = ("--upstream", "--listen", "--admin")
+"""Where a sidecar stands: one command line for every target may name these, so they are let pass, with a word."""
 
 
 def _used_by_some() -> str:
@@ -89,7 +92,7 @@ def _used_by_some() -> str:
     return "\b\nNot for every target:\n" + "\n".join(lines) + "\n\n"
 
 
-def _refuse_unused(context: click.Context, target: str) -> None:
+def _say_unused(context: click.Context, target: str) -> None:
     given = {
         option
         for parameter in context.command.params
@@ -100,7 +103,10 @@ def _refuse_unused(context: click.Context, target: str) -> None:
         if option in given and target not in targets:
             *firsts, last = targets
             users = f"{', '.join(firsts)} or {last}" if firsts else last
-            raise BadInput(f"{option}: --target {target} does not use it; allowed: with --target {users}")
+            line = f"{option}: --target {target} does not use it; allowed: with --target {users}"
+            if option not in _PLACES:
+                raise BadInput(line)
+            click.echo(f"vllm-priority: note: {line}", err=True)
 
 
 def _placement(
@@ -261,7 +267,7 @@ def config(
     output: str | None,
 ) -> None:
     """Write the configuration for Envoy, Istio or Envoy Gateway."""
-    _refuse_unused(context, target)
+    _say_unused(context, target)
     if envoy is not None and not check:
         raise BadInput("--envoy: nothing runs it; allowed: with --check")
     placement = replace(
