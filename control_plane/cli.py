@@ -343,7 +343,7 @@ def run(
 @_option("--path", required=True, metavar="PATH", help="Request target, such as /inference/v1/generate.")
 @_option("-H", "--header", "headers", multiple=True, metavar="'NAME: VALUE'", help="May be given several times.")
 @_option("-d", "--data", metavar="BODY|@FILE", default="{}", show_default=True, help="Request body. @-: stdin.")
-@_option("-X", "--method", default="POST", show_default=True)
+@_option("-X", "--method", default="POST", show_default=True, help="Request method.")
 @_option("--role", type=click.Choice(ROLES), default="engine", show_default=True, help="What vLLM does there.")
 @_policy_file
 @_policy_name
@@ -465,7 +465,7 @@ def _print_explanation(found: Explanation, policy: Policy) -> None:
 )  # fmt: skip
 @_option(
     "--max-fill", type=click.IntRange(1, 1024), default=8, show_default=True,
-    help="Most long requests to send where an engine runs several at a time.",
+    help="Most slots to fill, where an engine runs several requests at a time.",
 )  # fmt: skip
 @_json_flag
 def doctor(
