@@ -591,7 +591,7 @@ def inject(path: str, uninject: bool, policy: str | None, **options: Any) -> Non
     written, notes = uninject_stream(text) if uninject else inject_stream(text, _policies(policy), settings)
     if written == text:
         what = "no sidecar was found to take out" if uninject else "no pod template of a vLLM server was found"
-        notes = [*notes, f"{path}: unchanged: {what}"]
+        notes = [*notes, f"{path}: unchanged" if notes else f"{path}: unchanged: {what}"]  # the notes say why
     for note in notes:
         click.echo(f"vllm-priority inject: {note}", err=True)
     sys.stdout.buffer.write(written.encode())

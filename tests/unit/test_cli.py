@@ -409,6 +409,17 @@ def test_what_no_sidecar_can_be_set_up_with_is_refused_at_the_start(
     refused(call(capsys, [*words, f"{option}={value}"]), 2, message)
 
 
+def test_inject_gives_one_reason_for_what_it_leaves_as_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written_out = Path(__file__).parents[2] / "deploy" / "examples" / "scale-out" / "written-out.yaml"
+    assert call(capsys, ["inject", "-f", str(written_out)]).err.splitlines() == [
+        "vllm-priority inject: Deployment/vllm-render: passed as it is: the sidecar is there already",
+        "vllm-priority inject: Deployment/vllm-engine: passed as it is: the sidecar is there already",
+        f"vllm-priority inject: {written_out}: unchanged",
+    ]
+    nothing = "vllm-priority inject: ok.yaml: unchanged: no pod template of a vLLM server was found\n"
+    assert call(capsys, ["inject", "-f", "ok.yaml"]) == (0, "default: 1", nothing)
+
+
 @pytest.mark.parametrize("name", ["", "A B", "Vllm", "a.b", "-a", "a-", "a_b", "a" * 64])
 def test_a_namespace_that_no_cluster_can_have_is_refused_by_serve(
     name: str, folder: Path, taken: str, capsys: pytest.CaptureFixture[str]
