@@ -405,7 +405,7 @@ def _keys_at(model: type[BaseModel], location: tuple[Any, ...], prefix: str) -> 
 
 _KINDS = {
     "bool_type": "true or false",
-    "int_type": f"an integer within {INT64_MIN}..{INT64_MAX}",
+    "int_type": "an integer",
     "string_type": "a text",
     "string_unicode": "a text",
     "dict_type": "a mapping",

@@ -14,7 +14,7 @@ _HERE = Path(__file__).resolve().parent
 _TYPES = "type.googleapis.com/envoy.extensions"
 
 BUFFER_BYTES = 2**28
-"""Contenders that hold the whole body get room for it; with Envoy's default of 1 MiB they answer 413 to more."""
+"""Contenders that hold the whole body get room for it; within the sidecar's own limits they answer 413 to more."""
 
 
 @dataclass(frozen=True)

@@ -260,7 +260,7 @@ def _right(results: Results) -> str:
                 line.append("RIGHT" if not seen["faults"] else "WRONG: " + ", ".join(seen["faults"]))
         if any(line[1:]):
             rows.append(line)
-    room = ["16MB at Envoy's default limits"]
+    room = ["16MB, the sidecar's limits not raised for it"]
     for letter in names:
         status = results["probe"].get(letter, {}).get("at_default_limit")
         room.append("" if status is None else "accepted" if status == 200 else f"refused: {status or 'no answer'}")

@@ -237,7 +237,7 @@ def _stamp(folder: Path) -> str | None:
 
 def _command(target: Path) -> str:
     where = "" if target == DEFAULT_TARGET else f" --target {target}"
-    return f"python {Path(__file__).resolve().relative_to(CHECKOUT)}{where}"
+    return f".venv/bin/python {Path(__file__).resolve().relative_to(CHECKOUT)}{where}"
 
 
 def _say(text: str) -> None:
