@@ -93,10 +93,14 @@ local function header_value(headers, raw)
   return first
 end
 
--- Holds a body whose length was not said to the limit; true where it was refused.
-local function is_over_limit(handle, headers)
+-- Holds a body whose length was not said to the limit; true where it was refused. Envoy's own answer to one that it
+-- cannot hold finds the report.
+local function is_over_limit(handle, headers, report)
   if not MAX_BODY or headers:get("content-length") or headers:get("upgrade") then
     return false
+  end
+  if report then
+    note(handle, report)
   end
   local body = handle:body()
   if body and body:length() > MAX_BODY then
@@ -211,12 +215,13 @@ local function edit_chunks(handle, verdict)
       end
     end
   end
-  if passed == 0 then
-    tell(handle, "not_json", nil)
-  elseif not refused then
+  if not refused then
     tell_result(handle, json_edit.result(editor), verdict)
   end
 end
+
+-- What every proxy holds: Envoy Gateway's own limit is the lowest.
+local SURELY_HELD = 32768
 
 local function edit_request(handle, headers, verdict)
   local length = headers:get("content-length")
@@ -229,11 +234,11 @@ local function edit_request(handle, headers, verdict)
   end
 
   -- All else is held until it is whole. A server can do nothing with less, and its length is right by itself.
-  if not length then
+  if not length or length > SURELY_HELD then
     note(handle, report_of("pending", verdict)) -- Envoy's own answer to a body that it does not hold finds this
-    if handle:metadata():get("held_behind") then
-      return edit_chunks(handle, verdict)
-    end
+  end
+  if not length and handle:metadata():get("held_behind") then
+    return edit_chunks(handle, verdict)
   end
   local body = handle:body()
   local size = body and body:length() or 0
@@ -283,7 +288,7 @@ function envoy_on_request(handle)
     end
   end
   if not verdict or not verdict.text then
-    if not is_over_limit(handle, headers) then
+    if not is_over_limit(handle, headers, "none; outcome=pending") then
       tell(handle, verdict and verdict.outcome or "absent", nil)
     end
     return
@@ -298,7 +303,7 @@ function envoy_on_request(handle)
     if raw and not settings.keep_header then
       headers:remove(HEADER)
     end
-    is_over_limit(handle, headers)
+    is_over_limit(handle, headers, nil) -- edit_answer() reports
     return
   end
 
@@ -312,7 +317,7 @@ function envoy_on_request(handle)
   if settings.reject_unmovable and raw then
     return refuse(handle, 415, unmovable, UNMOVABLE[unmovable], HEADER)
   end
-  if not is_over_limit(handle, headers) then
+  if not is_over_limit(handle, headers, "none; outcome=pending") then
     tell(handle, unmovable, nil)
   end
 end

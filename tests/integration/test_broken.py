@@ -73,3 +73,46 @@ def test_a_body_that_is_too_large_to_be_held_is_refused_with_a_report(
     assert (answer.status, answer.applied) == (413, "5; source=header; outcome=pending")
     assert limited.logged_of("held")["priority"] == "5; source=header; outcome=pending"
     assert not upstream.requests
+
+
+def test_a_body_of_known_length_that_cannot_be_held_is_refused_with_a_report(
+    sidecar: SidecarFactory, upstream: RecordingUpstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(render, "_HELD_BODY", render._CONNECTION_BUFFER)  # which is what Envoy 1.36 holds
+    limited = sidecar(fresh=True)
+    body = json.dumps({"prompt": "x" * 300_000}).encode()
+    answer = call(limited.address, RENDER, body, priority("5"), (b"X-Request-Id", b"known"))
+    assert (answer.status, answer.applied) == (413, "5; source=header; outcome=pending")
+    assert limited.logged_of("known")["priority"] == "5; source=header; outcome=pending"
+    assert not upstream.requests
+
+
+@pytest.mark.parametrize(
+    ("path", "content_type", "moved", "expected"),
+    [
+        (RENDER, b"application/json", [], "none; outcome=pending"),
+        (RENDER, b"text/plain", [priority("5")], "none; outcome=pending"),
+        (MESSAGES, b"application/json", [priority("5")], "none; outcome=not_json"),
+    ],
+)
+def test_a_body_that_cannot_be_held_to_the_policys_limit_is_refused_with_a_report(
+    sidecar: SidecarFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    content_type: bytes,
+    moved: list[Header],
+    expected: str,
+) -> None:
+    monkeypatch.setattr(render, "_HELD_BODY", render._CONNECTION_BUFFER)
+    limited = sidecar(policy="{limits: {max_body_bytes: 1000}, on_unmovable: forward}", fresh=True)
+    head = [
+        (b"Host", HOST),
+        (b"Content-Type", content_type),
+        (b"Transfer-Encoding", b"chunked"),
+        (b"X-Request-Id", b"l"),
+    ]
+    with Http1(limited.address) as client:
+        client.send(head_bytes("POST", path, [*head, *moved]) + chunked([b"x" * 300_000]))
+        answer = client.answer()
+    assert (answer.status, answer.applied) == (413, expected)
+    assert limited.logged_of("l")["priority"] == expected
