@@ -535,7 +535,9 @@ def _free(wanted: int, taken: set[int]) -> int:
 
 
 def _image(asked: Mapping[str, str], settings: InjectorSettings) -> str:
-    image = asked.get(IMAGE, settings.image)
+    image = asked.get(IMAGE)
+    if image is None:
+        return settings.image  # which was looked at when the settings were made
     if not _is_image(image):
         raise _UninjectableError(f"annotation {IMAGE}: {image[:60]!r} is no image; {_IMAGES}")
     return image
