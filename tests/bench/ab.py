@@ -19,7 +19,7 @@ from pathlib import Path
 import bodies
 import configs
 from load import Request, Slice, quartiles, run_wrk, write_script
-from processes import BenchError, Cores, Process, find_envoy, free_port, start_envoy
+from processes import BenchError, Cores, find_envoy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,41 +50,23 @@ def compare(options: argparse.Namespace) -> int:
     binary, cores = find_envoy(options.envoy), Cores()
     with tempfile.TemporaryDirectory(prefix="ab-") as name:
         folder = Path(name)
-        drain_port, ports = free_port(), {"A": free_port(), "B": free_port()}
-        upstream = configs.drain(drain_port, free_port())
         script = write_script(request, folder, "request")
-        running: list[Process] = []
-        try:
-            drain = start_envoy(binary, upstream, "drain", drain_port, folder, cores.upstream)
-            running.append(drain)
-            proxies = {}
-            for side, named in (("A", options.a), ("B", options.b)):
-                config = configs.placed(configs.load_config(named), ports[side], drain_port)
-                proxies[side] = start_envoy(binary, config, side, ports[side], folder, cores.proxy)
-                running.append(proxies[side])
+        with configs.side_by_side(binary, {"A": options.a, "B": options.b}, cores, folder) as (drain, proxies):
             print(f"{cores}; {len(request.body):,} bytes to {request.route}, {options.connections} connections")
             rounds: list[dict[str, Slice]] = []
             for number in range(options.rounds + 1):
                 turn = {}
                 for side in ("AB", "BA")[number % 2]:
+                    proxy, port = proxies[side]
                     turn[side] = run_wrk(
-                        script,
-                        ports[side],
-                        options.connections,
-                        options.seconds,
-                        cores.load,
-                        [proxies[side]],
-                        [drain],
+                        script, port, options.connections, options.seconds, cores.load, [proxy], [drain]
                     )
-                    if not proxies[side].running:
-                        raise BenchError(f"Envoy {side} ended: {proxies[side].log.read_text()[-300:]}")
+                    if not proxy.running:
+                        raise BenchError(f"Envoy {side} ended: {proxy.log.read_text()[-300:]}")
                 if number:  # the first warms both up: connections, the JIT, the heap
                     rounds.append(turn)
                     print(f"\r{number}/{options.rounds}", end="", file=sys.stderr, flush=True)
             print("\r\033[K", end="", file=sys.stderr, flush=True)
-        finally:
-            for process in reversed(running):
-                process.close()
     _print(options, rounds)
     return 0
 

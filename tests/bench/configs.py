@@ -2,11 +2,13 @@
 
 import copy
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import yaml
-from processes import BenchError, Config, free_port
+from processes import BenchError, Config, Cores, Process, free_port, start_envoy
 
 Filter = dict[str, Any]
 """One entry of an http_filters list."""
@@ -159,3 +161,22 @@ def _managers(config: Config) -> list[dict[str, Any]]:
         for entry in chain["filters"]
         if entry["typed_config"]["@type"].endswith("HttpConnectionManager")
     ]
+
+
+@contextmanager
+def side_by_side(
+    envoy: str, named: Mapping[str, str], cores: Cores, folder: Path
+) -> Iterator[tuple[Process, dict[str, tuple[Process, int]]]]:
+    """A drain, and in front of it one Envoy for each name's config: the drain, and name -> Envoy and its port."""
+    drain_port = free_port()
+    with ExitStack() as running:
+
+        def start(config: Config, name: str, port: int, core: str | None) -> Process:
+            return running.enter_context(start_envoy(envoy, config, name, port, folder, core))
+
+        upstream = start(drain(drain_port, free_port()), "drain", drain_port, cores.upstream)
+        proxies = {}
+        for name, config in named.items():
+            port = free_port()
+            proxies[name] = start(placed(load_config(config), port, drain_port), name, port, cores.proxy), port
+        yield upstream, proxies

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that 
 import bodies
 import configs
 from load import require
-from processes import BenchError, Process, find_envoy, free_port, start_envoy
+from processes import BenchError, Process, chosen, find_envoy, free_port, start_envoy
 
 _HEADERS = "".join(
     f'headers:get("{name}") ' for name in (":path", ":method", "content-length", "content-encoding", "content-type")
@@ -45,14 +45,14 @@ LADDER: tuple[tuple[str, str, str | None], ...] = (
     ("its bytes read", "local bytes = body:getBytes(0, body:length()) ", None),
     ("its bytes written", "body:setBytes(bytes) ", None),
     ("a counter", 'handle:stats():counter("inserted"):inc() ', None),
-    ("an entry of metadata, for the access log and the answer", _NOTE, None),
+    ("an entry of metadata for the access log and the answer", _NOTE, None),
     ("an empty envoy_on_response", "", ""),
-    ("the entry read, and the answer's header from it", "", _ANSWER),
+    ("the entry read and the answer's header from it", "", _ANSWER),
 )
 """What a step adds to the request's side, and to the answer's; None: there is no envoy_on_response yet."""
 
 
-_OURS = ("ours", _NO_HEADER := "ours, without the header")
+_OURS = ("ours", _NO_HEADER := "ours without the header")
 STEPS = (*(name for name, _, _ in LADDER), *_OURS)
 
 
@@ -79,8 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--envoy", help="path of the Envoy to run")
     options = parser.parse_args(arguments)
     try:
-        steps = _chosen("--only", options.only, STEPS)
-        names = _chosen("--bodies", options.bodies, bodies.NAMES)
+        steps = chosen("--only", options.only, STEPS)
+        names = chosen("--bodies", options.bodies, bodies.NAMES)
         require("valgrind", "valgrind")
         require("h2load", "nghttp2-client")
         _run(steps, names, options.requests, find_envoy(options.envoy))
@@ -90,14 +90,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
-
-
-def _chosen(option: str, text: str | None, known: Sequence[str]) -> list[str]:
-    chosen = text.split(",") if text else list(known)
-    unknown = [name for name in chosen if name not in known]
-    if unknown:
-        raise BenchError(f"{option} {unknown[0]}: unknown; allowed: {', '.join(known)}")
-    return chosen
 
 
 def _run(steps: list[str], names: list[str], requests: int, binary: str) -> None:

@@ -68,6 +68,15 @@ def find_envoy(named: str | None = None) -> str:
     return binary
 
 
+def chosen(option: str, text: str | None, known: Sequence[str]) -> list[str]:
+    """The names of a comma-separated text, all that are known without one; BenchError names the first unknown one."""
+    names = text.split(",") if text else list(known)
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise BenchError(f"{option} {unknown[0]}: unknown; allowed: {', '.join(known)}")
+    return names
+
+
 class Process:
     """One process group, ended at exit. Usable as a context manager."""
 

@@ -1,6 +1,6 @@
 """Where a request's CPU time goes, kernel and all: samples of Envoy under load, by `perf`, as Markdown.
 
-    python tests/bench/where.py                                  the header-only filter and ours, 29KB, 400KB and 1MB
+    python tests/bench/where.py                                  the header-only filter and ours, four bodies
     python tests/bench/where.py --configs none,ours --bodies 16MB
 
 Microseconds a request: the CPU time that the scheduler counted, shared out by samples of the CPU clock (no hardware
@@ -20,7 +20,7 @@ from pathlib import Path
 import bodies
 import configs
 from load import Request, require, run_wrk, write_script
-from processes import BenchError, Cores, Process, find_envoy, free_port, start_envoy
+from processes import BenchError, Cores, chosen, find_envoy
 
 KINDS: tuple[tuple[str, str, str], ...] = (
     ("kernel: bytes in and out of sockets", "kernel", "_copy_to_iter|_copy_from_iter|copy_user|rep_movs"),
@@ -40,15 +40,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--configs", default="header-only,ours", help="comma-separated; none, header-only, ours, or files"
     )
-    parser.add_argument("--bodies", default="29KB,400KB,1MB", help=f"comma-separated, of: {', '.join(bodies.NAMES)}")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=int, default=3, help="of each stretch of load")
+    parser.add_argument(
+        "--bodies", default="100B,29KB,400KB,1MB", help=f"comma-separated, of: {', '.join(bodies.NAMES)}"
+    )
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=int, default=2, help="of each stretch of load")
     parser.add_argument("--envoy", help="path of the Envoy to run")
     options = parser.parse_args(arguments)
     try:
-        names = options.bodies.split(",")
-        if unknown := [name for name in names if name not in bodies.NAMES]:
-            raise BenchError(f"--bodies {unknown[0]}: unknown; allowed: {', '.join(bodies.NAMES)}")
+        names = chosen("--bodies", options.bodies, bodies.NAMES)
         require("perf", "linux-perf")
         columns = {
             f"{name}, {config}": shares
@@ -71,48 +71,24 @@ def _sampled(name: str, named: Sequence[str], options: argparse.Namespace) -> di
     """config -> kind -> microseconds a request, medians of the rounds."""
     binary, cores, body = find_envoy(options.envoy), Cores(), bodies.body(name)
     rounds: dict[str, list[dict[str, float]]] = {config: [] for config in named}
-    running: list[Process] = []
     with tempfile.TemporaryDirectory(prefix="where-") as at:
-        folder, drain_port = Path(at), free_port()
+        folder = Path(at)
+        data = folder / "perf.data"
         headers = {"content-type": "application/json", bodies.HEADER: "5"}
         script = write_script(Request(body.route, body.data, headers), folder, "request")
-        try:
-            upstream = configs.drain(drain_port, free_port())
-            running.append(start_envoy(binary, upstream, "drain", drain_port, folder, cores.upstream))
-            proxies = {}
-            for config in named:
-                port = free_port()
-                placed = configs.placed(configs.load_config(config), port, drain_port)
-                proxies[config] = start_envoy(binary, placed, config, port, folder, cores.proxy), port
-                running.append(proxies[config][0])
+        with configs.side_by_side(binary, {config: config for config in named}, cores, folder) as (drain, proxies):
             for number in range(options.rounds + 1):
                 print(f"\r\033[K{name}: round {number} of {options.rounds}", end="", file=sys.stderr, flush=True)
                 for config in named if number % 2 else named[::-1]:
                     proxy, port = proxies[config]
-                    data = folder / "perf.data"
-                    command = [
-                        "perf",
-                        "record",
-                        "-q",
-                        "-F",
-                        "1999",
-                        "-e",
-                        "cpu-clock",
-                        "-o",
-                        str(data),
-                        "-p",
-                        str(proxy.pid),
-                    ]
+                    command = f"perf record -q -F 1999 -e cpu-clock -o {data} -p {proxy.pid}".split()
                     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as perf:
-                        stretch = run_wrk(script, port, 8, options.seconds, cores.load, [proxy], [running[0]])
+                        stretch = run_wrk(script, port, 8, options.seconds, cores.load, [proxy], [drain])
                         perf.terminate()
                         _, said = perf.communicate()
                     if number:  # the first warms up
                         rounds[config].append(_shares(data, stretch.cpu * 1e6, said.decode(errors="replace")))
-        finally:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
-            for process in reversed(running):
-                process.close()
     return {
         config: {kind: statistics.median(each[kind] for each in found) for kind, _, _ in KINDS}
         for config, found in rounds.items()
