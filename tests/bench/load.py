@@ -1,8 +1,10 @@
 """Load on one address: wrk for throughput, h2load for latency at a fixed rate, one socket for single requests."""
 
 import json
+import math
 import resource
 import shutil
+import signal
 import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -78,22 +80,30 @@ def run_wrk(
     script: Path,
     port: int,
     connections: int,
-    seconds: int,
+    seconds: float,
     core: str | None,
     proxy: list[Process],
     upstream: list[Process],
 ) -> Slice:
-    """One stretch of closed-loop load. `proxy` and `upstream`: the processes whose CPU time counts as theirs."""
-    wrk = require("wrk", "wrk")
-    command = [wrk, "-t1", f"-c{connections}", f"-d{seconds}s", "--timeout", "60s", "-s", str(script)]
+    """One stretch of closed-loop load. `proxy` and `upstream`: the processes whose CPU time counts as theirs.
+
+    wrk knows whole seconds only, but a SIGINT ends it within 0.1 s, with a result of the time it really took: so a
+    stretch may be half a second (not less: wrk must have set its handler up).
+    """
+    wrk, whole = require("wrk", "wrk"), math.ceil(seconds)
+    command = [wrk, "-t1", f"-c{connections}", f"-d{whole}s", "--timeout", "60s", "-s", str(script)]
     clock = _Clock(proxy, upstream)
-    run = subprocess.run(
-        pinned(core, [*command, f"http://127.0.0.1:{port}"]), capture_output=True, text=True, timeout=seconds + 120
-    )
+    command = pinned(core, [*command, f"http://127.0.0.1:{port}"])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            out, error = process.communicate(timeout=seconds if seconds < whole else whole + 120)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGINT)
+            out, error = process.communicate()
     used, others = clock.read()
-    line = next((line for line in run.stdout.splitlines() if line.startswith("RESULT ")), None)
+    line = next((line for line in out.splitlines() if line.startswith("RESULT ")), None)
     if line is None:
-        raise BenchError(f"wrk gave no result: {(run.stderr or run.stdout).strip()[-300:]}")
+        raise BenchError(f"wrk gave no result: {(error or out).strip()[-300:]}")
     requests, microseconds, errors = (int(field) for field in line.split()[1:])
     elapsed = microseconds / 1e6
     return Slice(requests, elapsed, errors, used / max(1, requests), used / elapsed, others / elapsed)
