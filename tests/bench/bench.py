@@ -1,6 +1,6 @@
 """The benchmark: what the filter costs, beside what people would use instead. `make bench` runs it.
 
-    python tests/bench/bench.py                     all of it, about 13 minutes
+    python tests/bench/bench.py                     all of it, about 14 minutes
     python tests/bench/bench.py --quick             a look, under 2 minutes; its figures are not for quoting
     python tests/bench/bench.py --only b,c,29KB     contenders by letter, bodies by name, parts by name
 
@@ -46,17 +46,22 @@ WITH_HEADER = {**JSON, HEADER: str(PRIORITY)}
 CONNECTIONS = {"16MB": 4}
 """Open connections of the closed-loop load; 8 where a body is not named."""
 
-SLICE_SECONDS = {"16MB": 2}
-"""One stretch of load; 1 where a body is not named."""
+STRETCH_SECONDS = {"16MB": 1.5}
+"""One stretch of load where a body is named: it must be long beside the requests that its end cuts off."""
+
+SHORT_STRETCH, LONG_STRETCH = 0.5, 1.0
+"""Seconds of one stretch for the other bodies: a turn that comes back soon says more than one that takes long."""
+
+SHORT_BELOW = 0.005
+"""Seconds a request, on one connection, under which the short stretch holds a hundred requests and more."""
 
 RATES = {"100B": 200, "4KB": 200, "29KB": 50, "200KB": 10, "400KB": 10, "1MB": 10, "16MB": 1}
 """Requests a second in the latency part, the same for all contenders; one that cannot keep up is marked."""
 
-ROUNDS = 9
-"""Of the throughput part, for (a), (b) and (c), whose ratios are close."""
+LATENCY_SECONDS = {"100B": 2, "4KB": 2, "29KB": 2, "200KB": 3, "400KB": 3, "1MB": 3, "16MB": 4}
 
-SLOW_ROUNDS = 3
-"""For the others, which are several times apart."""
+ROUNDS = 9
+"""Of the throughput part. What takes part in fewer takes part in every second, third or so."""
 
 FIRST_BYTE_BODIES = ("200KB", "1MB")
 """One that the filter holds and one that it streams."""
@@ -73,7 +78,16 @@ class Case:
     body: str
     letters: str
     """The contenders it is for."""
-    slow_rounds: int = SLOW_ROUNDS
+
+    def rounds(self, letter: str) -> int:
+        """How many rounds the contender gets, of ROUNDS: most where a ratio is held against a bar, and close to it.
+
+        The bars are of (b) and (c). (a) is a line to compare with, (d) to (g) are several times apart, and to those
+        that encode a body again, or only pass it on, the case makes little difference.
+        """
+        if letter in "bc":
+            return ROUNDS if self.name in {"insert", "no-header"} else 5
+        return 3 if self.name == "insert" else 1
 
     def request(self) -> Request:
         body = bodies.body(self.body)
@@ -87,11 +101,15 @@ class Case:
         return Request(body.route, body.data, WITH_HEADER)
 
 
-CASES: tuple[Case, ...] = (
-    *(Case("insert", name, "abcdefg") for name in bodies.NAMES),
-    # Re-encoding does not care where the member stands: one round shows that.
-    *(Case(f"replace-{place}", name, "bcdefg", 1) for name in ("4KB", "29KB") for place in bodies.PLACES),
-    *(Case(what, name, "abc") for what in ("no-header", "other-route") for name in ("100B", "29KB", "1MB")),
+CASES: tuple[Case, ...] = tuple(
+    Case(name, body, letters)
+    for name, letters in (
+        ("insert", "abcdefg"),
+        *((f"replace-{place}", "abcdefg") for place in bodies.PLACES),
+        ("no-header", "abc"),
+        ("other-route", "abc"),
+    )
+    for body in bodies.NAMES
 )
 
 
@@ -140,7 +158,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="three bodies, one round")
     parser.add_argument("--only", default="", metavar="NAMES", help="letters a-g, body names, parts; comma-separated")
-    parser.add_argument("--minutes", type=float, default=14, help="no new round of throughput starts past this")
+    parser.add_argument(
+        "--minutes", type=float, default=14.2, help="after the first round of throughput, nothing starts past this"
+    )
     parser.add_argument("--envoy", help="path of the Envoy to run")
     parser.add_argument("--publish", action="store_true", help="also put the figures into docs/")
     parser.add_argument("-o", "--output", type=Path, default=_ROOT / "build" / "bench", metavar="FOLDER")
@@ -335,6 +355,8 @@ def first_byte(plan: Plan, bench: Bench, progress: Progress, results: dict[str, 
                         if answer.status == 200 and arrived is not None and arrived.first_body_byte is not None:
                             firsts.append((arrived.first_byte - answer.first_sent) * 1e3)
                             firsts_of_body.append((arrived.first_body_byte - answer.first_sent) * 1e3)
+                        if not firsts_of_body or firsts_of_body[-1] > seconds * 1e3:
+                            break  # refused, or held to its end: once shows it, and would take as long again
                     found[contender.letter]["bodies"][body.name] = {
                         "first_ms": firsts,
                         "first_body_ms": firsts_of_body,
@@ -350,13 +372,13 @@ def growth(plan: Plan, bench: Bench, progress: Progress, results: dict[str, Any]
     """
     found: dict[str, Any] = {}
     route = bodies.body("1MB").route
+    made = [bodies.images(size) for size in plan.sizes]
     with drain(bench, "growth") as (port, _):
         for contender in plan.contenders:
             with started(contender, bench, port, "growth") as running:
                 client, points = Client(running.port, timeout=180), []
-                for size in plan.sizes:
+                for size, body in zip(plan.sizes, made, strict=True):
                     progress.say("growth", f"{contender.name}, {size >> 10:,} KiB")
-                    body = bodies.images(size)
                     client.post(route, body, WITH_HEADER)
                     taken: list[float] = []
                     status = 200
@@ -383,14 +405,15 @@ def latency(plan: Plan, bench: Bench, progress: Progress, results: dict[str, Any
     rows: list[dict[str, Any]] = []
     with drain(bench, "latency") as (port, _), all_started(plan, bench, port, "latency") as running:
         for case in (case for case in plan.cases if case.name == "insert"):
-            rate, seconds = RATES[case.body], 1 if plan.quick else 4 if case.body == "16MB" else 3
+            rate, seconds = RATES[case.body], 1 if plan.quick else LATENCY_SECONDS[case.body]
+            request = case.request()
             for contender in plan.contenders:
                 if refused(results, contender, case.body):
                     continue
                 progress.say("latency", f"{case.body} at {rate}/s, {contender.name}")
                 target = running[contender.letter]
-                warm(target, case)
-                taken = run_h2load(case.request(), target.port, rate, seconds, bench.cores.load, bench.folder)
+                warm(target, request)
+                taken = run_h2load(request, target.port, rate, seconds, bench.cores.load, bench.folder)
                 row: dict[str, Any] = {"contender": contender.letter, "body": case.body, "rate": rate}
                 row |= {"answers": len(taken), "expected": rate * seconds, "p50_ms": None, "p99_ms": None}
                 if taken:
@@ -406,59 +429,73 @@ def throughput(plan: Plan, bench: Bench, progress: Progress, results: dict[str, 
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     rounds = 1 if plan.quick else ROUNDS
     with drain(bench, "throughput") as (port, upstream), all_started(plan, bench, port, "throughput") as running:
+        requests = {case: case.request() for case in plan.cases}
         scripts = {
-            case: write_script(case.request(), bench.folder, f"{case.name}-{case.body}")
-            for case in plan.cases
-        }  # fmt: skip
+            case: write_script(request, bench.folder, f"{case.name}-{case.body}") for case, request in requests.items()
+        }
         slowness: dict[tuple[str, Case], float] = {}
-        for case in plan.cases:
+        for case, request in requests.items():
             for contender in plan.contenders:
                 if contender.letter in case.letters and not refused(results, contender, case.body):
                     progress.say("throughput", f"warming up, {case.name} {case.body}, {contender.name}")
-                    slowness[contender.letter, case] = warm(running[contender.letter], case)
-        longest = 0.0
-        for number in range(rounds):
-            if number and progress.seconds + longest > plan.minutes * 60:
+                    slowness[contender.letter, case] = warm(running[contender.letter], request)
+        for number, case, contenders in turns(plan, rounds):
+            if number and progress.seconds > plan.minutes * 60:
                 break
-            began = progress.seconds
-            for case in plan.cases:
-                order = plan.contenders if number % 2 == 0 else plan.contenders[::-1]
-                for contender in order:
-                    slow = contender.letter in "defg"
-                    if (contender.letter, case) not in slowness or (slow and number >= case.slow_rounds):
-                        continue
-                    progress.say(
-                        "throughput", f"round {number + 1}/{rounds}, {case.name} {case.body}, {contender.name}"
+            for contender in contenders:
+                slow = slowness.get((contender.letter, case))
+                if slow is None:
+                    continue
+                progress.say("throughput", f"round {number + 1}/{rounds}, {case.name} {case.body}, {contender.name}")
+                target = running[contender.letter]
+                if slow > 0.4:
+                    measured = run_singly(requests[case], target.port, 2, target.processes, [upstream])
+                else:
+                    measured = run_wrk(
+                        scripts[case],
+                        target.port,
+                        CONNECTIONS.get(case.body, 8),
+                        STRETCH_SECONDS.get(case.body, SHORT_STRETCH if slow < SHORT_BELOW else LONG_STRETCH),
+                        bench.cores.load,
+                        target.processes,
+                        [upstream],
                     )
-                    target = running[contender.letter]
-                    if slowness[contender.letter, case] > 0.4:
-                        measured = run_singly(case.request(), target.port, 2, target.processes, [upstream])
-                    else:
-                        connections = CONNECTIONS.get(case.body, 8)
-                        seconds = SLICE_SECONDS.get(case.body, 1)
-                        measured = run_wrk(
-                            scripts[case],
-                            target.port,
-                            connections,
-                            seconds,
-                            bench.cores.load,
-                            target.processes,
-                            [upstream],
-                        )
-                    key = (contender.letter, case.name, case.body)
-                    row = rows.setdefault(
-                        key,
-                        {"contender": key[0], "case": key[1], "body": key[2], "rounds": [], "rate": [], "cpu_us": []}
-                        | {"busy": [], "load_busy": [], "errors": 0},
-                    )
-                    row["rounds"].append(number)
-                    row["rate"].append(measured.rate)
-                    row["cpu_us"].append(measured.cpu * 1e6)
-                    row["busy"].append(measured.busy)
-                    row["load_busy"].append(measured.load_busy)
-                    row["errors"] += measured.errors
-            longest = max(longest, progress.seconds - began)
+                key = (contender.letter, case.name, case.body)
+                row = rows.setdefault(
+                    key,
+                    {"contender": key[0], "case": key[1], "body": key[2], "rounds": [], "rate": [], "cpu_us": []}
+                    | {"busy": [], "load_busy": [], "errors": 0},
+                )
+                row["rounds"].append(number)
+                row["rate"].append(measured.rate)
+                row["cpu_us"].append(measured.cpu * 1e6)
+                row["busy"].append(measured.busy)
+                row["load_busy"].append(measured.load_busy)
+                row["errors"] += measured.errors
     return list(rows.values())
+
+
+def turns(plan: Plan, rounds: int) -> Iterator[tuple[int, Case, Sequence[Contender]]]:
+    """(round, case, the contenders whose turn it is): every one in the first round, then spread over the others.
+
+    The order of the contenders is turned around from one turn of a case to its next.
+    """
+    forward = dict.fromkeys(plan.cases, True)
+    for number in range(rounds):
+        for case in plan.cases:
+            due = [
+                contender
+                for contender in plan.contenders
+                if contender.letter in case.letters and takes_part(number, case.rounds(contender.letter))
+            ]
+            if due:
+                yield number, case, due if forward[case] else due[::-1]
+                forward[case] = not forward[case]
+
+
+def takes_part(number: int, rounds: int) -> bool:
+    """Whether round `number` of ROUNDS is one of the `rounds` that are spread evenly over them, from the first on."""
+    return number == 0 or number * rounds // ROUNDS > (number - 1) * rounds // ROUNDS
 
 
 @contextmanager
@@ -474,12 +511,12 @@ def all_started(plan: Plan, bench: Bench, upstream: int, part: str) -> Iterator[
             one.close()
 
 
-def warm(running: Running, case: Case) -> float:
+def warm(running: Running, request: Request) -> float:
     """A few requests that are not counted: connections, the JIT, the heap. Returns the seconds of the last."""
-    client, request = Client(running.port), case.request()
+    client, began = Client(running.port), time.monotonic()
     answer = client.post(request.route, request.body, request.headers)
-    for _ in range(2 if len(request.body) > 2**20 else 20):
-        if answer.seconds > 0.4:
+    for _ in range(20):
+        if answer.seconds > 0.4 or time.monotonic() - began > 0.3:
             break
         answer = client.post(request.route, request.body, request.headers)
     client.close()
