@@ -36,7 +36,7 @@ BARS: tuple[Bar, ...] = (
     Bar(_WITH_HEADER, "400KB", 0.70),
     Bar(_WITH_HEADER, "1MB", 0.75),
     Bar(_WITH_HEADER, "16MB", 0.75),
-    *(Bar(_UNTOUCHED, body, 0.99) for body in ("100B", "29KB", "1MB")),
+    *(Bar(_UNTOUCHED, body, 0.99) for body in ("100B", "4KB", "29KB", "200KB", "400KB", "1MB", "16MB")),
     *(Bar(("insert",), body, 1.0, other) for body in ("100B", "4KB") for other in "defg"),
     *(Bar(("insert",), body, 5.0, other) for body in ("29KB", "200KB", "400KB", "1MB", "16MB") for other in "defg"),
 )
@@ -59,7 +59,14 @@ def table(results: Results) -> str:
     if results["quick"]:
         parts.append("**A quick run: one round of three bodies. Not for quoting.**")
     writers: dict[str, Callable[[Results], list[str]]] = {
-        "throughput": lambda results: [_bars(results), _ahead(results), _rates(results), _cpu(results)],
+        "throughput": lambda results: [
+            _bars(results),
+            _spreads(results),
+            _by_cpu(results),
+            _ahead(results),
+            _rates(results),
+            _cpu(results),
+        ],
         "latency": lambda results: [_latency(results)],
         "probe": lambda results: [_right(results)],
         "growth": lambda results: [_growth(results)],
@@ -83,27 +90,26 @@ def publish(folder: Path, docs: Path) -> None:
         shutil.copy(folder / name, docs / "images" / name)
 
 
-def ratio(results: Results, one: str, other: str, case: str, body: str) -> tuple[float, float, float, float] | None:
-    """Requests/s of `one` over `other`: of the medians, then the quartiles of the rounds' own ratios. None: not run."""
+@dataclass(frozen=True)
+class Ratio:
+    """Requests/s of one contender over another's: of the medians, and of each round that both had."""
+
+    medians: float
+    rounds: list[float]
+
+
+def ratio(results: Results, one: str, other: str, case: str, body: str) -> Ratio | None:
+    """Requests/s of `one` over `other`; None where one of them was not run, or got no answer."""
     first, second = _row(results, one, case, body), _row(results, other, case, body)
-    if first is None or second is None:
+    if first is None or second is None or not min(second["rate"]):
         return None
-    if not min(second["rate"]):
-        return None
-    pairs = [
-        rate / second["rate"][second["rounds"].index(number)]
-        for number, rate in zip(first["rounds"], first["rate"], strict=True)
-        if number in second["rounds"]
-    ]
     # Where one has more rounds than the other, only the common ones are compared: the machine was the same then.
-    common = [number for number in first["rounds"] if number in second["rounds"]]
-    if not common:
+    by_round = [dict(zip(row["rounds"], row["rate"], strict=True)) for row in (first, second)]
+    pairs = [(rate, by_round[1][number]) for number, rate in by_round[0].items() if number in by_round[1]]
+    if not pairs:
         return None
-    medians = [
-        statistics.median(rate for number, rate in zip(row["rounds"], row["rate"], strict=True) if number in common)
-        for row in (first, second)
-    ]
-    return medians[0] / medians[1], *quartiles(pairs)
+    medians = [statistics.median(rates) for rates in zip(*pairs, strict=True)]
+    return Ratio(medians[0] / medians[1], [rate / base for rate, base in pairs])
 
 
 def cpu_ratio(results: Results, one: str, other: str, case: str, body: str) -> float | None:
@@ -135,39 +141,68 @@ def _mark(results: Results, letter: str, body: str) -> str:
     return " ✗" if results["contenders"][letter]["edits"] and seen.get("faults") else ""
 
 
-def _bars(results: Results) -> str:
+def _against_bars(results: Results, title: str, note: str, bars: bool, cell: Callable[[Bar, str], str]) -> str:
+    """One row a body, one column a case that was run, each group of cases behind the column of its bar."""
+    groups = {
+        cases: {bar.body: bar for bar in BARS if bar.against == BASE and bar.cases == cases}
+        for cases in dict.fromkeys(bar.cases for bar in BARS if bar.against == BASE)
+    }
+    run = {row["case"] for row in results["throughput"]}
+    head = ["body"]
+    for cases in groups:
+        names = [case.replace("-", " ") for case in cases if case in run]
+        head += ["bar", *names] if bars and names else names
     rows = []
-    for bar in BARS:
-        if bar.against != BASE:
-            continue
-        for case in bar.cases:
-            found = ratio(results, OURS, BASE, case, bar.body)
-            if found is None:
-                continue
-            medians, low, middle, high = found
-            ours = _row(results, OURS, case, bar.body)
-            assert ours is not None
-            busy = statistics.median(ours["busy"])
-            cpu = cpu_ratio(results, OURS, BASE, case, bar.body) or 0.0
-            rows.append(
-                [
-                    f"{bar.body}, {case.replace('-', ' ')}",
-                    f"{bar.ratio:.2f}",
-                    f"**{medians:.2f}**",
-                    "yes" if medians >= bar.ratio else "no",
-                    f"{middle:.2f} ({low:.2f} to {high:.2f})",
-                    f"{cpu:.2f}",
-                    f"{busy:.0%}",
-                ]
-            )
-    head = ["body, case", "bar", "ours / (b)", "reached", "by round", "by CPU", "core busy"]
+    for body in results["bodies"]:
+        line = [body]
+        for cases, by_body in groups.items():
+            cells = [cell(by_body[body], case) if body in by_body else "" for case in cases if case in run]
+            line += [f"{by_body[body].ratio:.2f}" if body in by_body else "", *cells] if bars and cells else cells
+        if any(ratio(results, OURS, BASE, case, body) for case in run):
+            rows.append(line)
+    return _markdown(title, head, rows, note) if rows else ""
+
+
+def _bars(results: Results) -> str:
+    def cell(bar: Bar, case: str) -> str:
+        found = ratio(results, OURS, BASE, case, bar.body)
+        return "" if found is None else f"{found.medians:.2f} {'✓' if found.medians >= bar.ratio else '✗'}"
+
     note = (
-        "Requests/s of vllm-priority over those of a Lua filter that only reads the header, on the same Envoy. "
-        "*by round*: median and quartiles of the rounds' own ratios. *by CPU*: the same from CPU time a request. "
-        "*core busy*: how much of the proxy's core it used; well under 100% the machine was shared, "
-        "or the load was the limit."
+        "Requests/s of vllm-priority over those of a Lua filter that only reads the header, on the same Envoy, each "
+        "the median of its rounds. ✓: the bar is reached. ✗: it is not."
     )
-    return _markdown("Against the bars", head, rows, note) if rows else ""
+    return _against_bars(results, "Against the bars", note, True, cell)
+
+
+def _spreads(results: Results) -> str:
+    def cell(bar: Bar, case: str) -> str:
+        found = ratio(results, OURS, BASE, case, bar.body)
+        if found is None:
+            return ""
+        low, middle, high = quartiles(found.rounds)
+        # One round has no spread, and its ratio is in the table above.
+        return f"{middle:.2f} ({low:.2f} to {high:.2f}), {len(found.rounds)}" if len(found.rounds) > 1 else "one round"
+
+    note = (
+        "The same ratios by round, which neither a slow nor a fast minute of the machine can move: their median, their "
+        "quartiles in brackets, and how many rounds there were."
+    )
+    if all(len(row["rounds"]) < 2 for row in results["throughput"] if row["contender"] == OURS):
+        return ""
+    return _against_bars(results, "Against the bars, round by round", note, False, cell)
+
+
+def _by_cpu(results: Results) -> str:
+    def cell(bar: Bar, case: str) -> str:
+        found, ours = cpu_ratio(results, OURS, BASE, case, bar.body), _row(results, OURS, case, bar.body)
+        return "" if found is None or ours is None else f"{found:.2f}, {statistics.median(ours['busy']):.0%}"
+
+    note = (
+        "The same ratios from CPU time a request, which does not count what others took; then how much of the proxy's "
+        "core vllm-priority used. Well under 100% the machine was shared, or the load was the limit."
+    )
+    return _against_bars(results, "Against the bars, by CPU time", note, False, cell)
 
 
 def _ahead(results: Results) -> str:
@@ -184,7 +219,7 @@ def _ahead(results: Results) -> str:
             refused = results.get("probe", {}).get(other, {}).get(body, {}).get("status", 200) != 200
             cells.append(
                 "refused" if refused else "" if found is None
-                else f"{found[0]:.1f}{'' if bar is None or found[0] >= bar.ratio else ' (short)'}"
+                else f"{found.medians:.1f}{'' if bar is None or found.medians >= bar.ratio else ' (short)'}"
             )  # fmt: skip
         if any(cells):
             rows.append([body, f"{wanted:.0f}", *cells])
@@ -194,12 +229,15 @@ def _ahead(results: Results) -> str:
 
 
 def _per_contender(results: Results, title: str, note: str, cell: Callable[[str, str, str], str]) -> str:
+    """One row a body, in a group a case, one column a contender."""
     names = _names(results)
     keys = dict.fromkeys((row["case"], row["body"]) for row in results["throughput"])
-    rows = [
-        [f"{body}, {case.replace('-', ' ')}", *(cell(letter, case, body) for letter in names)] for case, body in keys
-    ]
-    return _markdown(title, ["body, case", *names.values()], rows, note)
+    rows = []
+    for case in dict.fromkeys(case for case, _ in keys):
+        rows.append([f"**{case.replace('-', ' ')}**", *("" for _ in names)])
+        bodies = [body for body in results["bodies"] if (case, body) in keys]
+        rows += [[body, *(cell(letter, case, body) for letter in names)] for body in bodies]
+    return _markdown(title, ["case, body", *names.values()], rows, note)
 
 
 def _rates(results: Results) -> str:
@@ -208,11 +246,14 @@ def _rates(results: Results) -> str:
         if row is None:
             return ""
         low, middle, high = quartiles(row["rate"])
-        spread = (high - low) / middle if middle else 0.0
+        spread = f" ±{(high - low) / middle / 2:.0%}" if len(row["rate"]) > 1 and middle else ""
         failed = f", {row['errors']} errors" if row["errors"] else ""
-        return f"{_figure(middle)} ±{spread / 2:.0%}{_mark(results, letter, body)}{failed}"
+        return f"{_figure(middle)}{spread}{_mark(results, letter, body)}{failed}"
 
-    note = "Medians; ± half the distance of the quartiles. ✗: the result is wrong (see below)."
+    note = (
+        "Medians; ± half the distance of the quartiles, none where there was one round. "
+        "✗: the result is wrong (see below)."
+    )
     return _per_contender(results, "Requests/s", note, cell)
 
 
