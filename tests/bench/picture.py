@@ -79,7 +79,12 @@ def _throughput(axis: Any, results: dict[str, Any]) -> None:
         for r in results["throughput"]
         if r["case"] == "insert"
     }
+    axis.set_title("Throughput, the header's priority inserted")
     names = [name for name in results["bodies"] if any(body == name for _, body in rows)]
+    ratios = [rate / rows["b", name] for (_, name), rate in rows.items() if rate and rows.get(("b", name))]
+    if not ratios:
+        _say(axis, "no answers of header-only Lua to compare with")
+        return
     letters = [letter for letter in results["contenders"] if letter not in "b"]
     width = 0.8 / max(1, len(letters))
     for index, letter in enumerate(letters):
@@ -91,22 +96,27 @@ def _throughput(axis: Any, results: dict[str, Any]) -> None:
         axis.bar([x for x, _ in bars], [y for _, y in bars], width, color=COLOURS[letter])
     axis.axhline(1, color=COLOURS["b"], linewidth=1, linestyle="--")
     axis.set_yscale("log")
-    axis.set_ylim(
-        0.7 * min(rate / rows["b", name] for (_, name), rate in rows.items() if rate and rows.get(("b", name))), 2
-    )
+    axis.set_ylim(0.7 * min(ratios), 2)
     ticks = [tick for tick in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1) if tick >= axis.get_ylim()[0]]
     axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set_yticks([], minor=True)
     axis.set_xticks(range(len(names)), names)
     axis.set_ylabel("requests/s, header-only Lua = 1")
-    axis.set_title("Throughput, the header's priority inserted")
     axis.grid(axis="y", color="#dddddd")
 
 
-def _against_size(axis: Any, results: dict[str, Any], key: str, scale: float) -> None:
-    for letter, points in results["growth"].items():
-        kept = [(point["bytes"], point[key] * scale) for point in points if point["status"] == 200]
-        axis.plot(*zip(*kept, strict=True), marker=".", **_style(letter))
+def _against_size(axis: Any, results: dict[str, Any], key: str, scale: float) -> bool:
+    """Whether there was anything to draw."""
+    lines = {
+        letter: [(point["bytes"], point[key] * scale) for point in points if point["status"] == 200]
+        for letter, points in results["growth"].items()
+    }
+    if not any(lines.values()):
+        _say(axis, "all were refused")
+        return False
+    for letter, kept in lines.items():
+        if kept:
+            axis.plot(*zip(*kept, strict=True), marker=".", **_style(letter))
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     sizes = [
@@ -122,42 +132,54 @@ def _against_size(axis: Any, results: dict[str, Any], key: str, scale: float) ->
     axis.set_xticks([size for size, _ in sizes], [name for _, name in sizes])
     axis.grid(color="#dddddd")
     axis.set_xlabel("body")
+    return True
 
 
 def _time(axis: Any, results: dict[str, Any]) -> None:
-    _against_size(axis, results, "seconds", 1e3)
+    axis.set_title("Time against size")
+    if not _against_size(axis, results, "seconds", 1e3):
+        return
     axis.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
     axis.set_ylabel("ms a request, one connection")
-    axis.set_title("Time against size")
 
 
 def _memory(axis: Any, results: dict[str, Any]) -> None:
-    _against_size(axis, results, "peak_bytes", 2**-20)
+    axis.set_title("Memory against size")
+    if not _against_size(axis, results, "peak_bytes", 2**-20):
+        return
     axis.yaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
     axis.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     low, high = axis.get_ylim()
     axis.set_yticks([tick for tick in (32, 64, 128, 256, 512, 1024, 2048) if low <= tick <= high])
     axis.set_ylabel("peak resident MiB")
-    axis.set_title("Memory against size")
 
 
 def _first_byte(axis: Any, results: dict[str, Any]) -> None:
     found = [
-        (f"{_label(results, letter)}, {body}", COLOURS[letter], statistics.median(entry["first_body_ms"]))
+        (f"{_label(results, letter)}, {body}", COLOURS[letter], entry["first_body_ms"])
         for letter, bodies in results["first-byte"].items()
         for body, entry in bodies["bodies"].items()
-        if entry["first_body_ms"]
     ][::-1]
-    labels, colours, values = zip(*found, strict=True)
-    axis.barh(labels, values, color=colours)
-    for place, value in enumerate(values):
-        axis.text(value * 1.15, place, f"{value:,.1f} ms", va="center", fontsize=8)
+    least = 0.1
+    # One that was refused has no time: a bar of no length, and a word.
+    values = [statistics.median(times) if times else least for _, _, times in found]
+    axis.barh(range(len(found)), values, color=[colour for _, colour, _ in found])
+    axis.set_yticks(range(len(found)), [label for label, _, _ in found])
+    for place, (value, (_, _, times)) in enumerate(zip(values, found, strict=True)):
+        axis.text(value * 1.15, place, f"{value:,.1f} ms" if times else "refused", va="center", fontsize=8)
     axis.set_xscale("log")
-    axis.set_xlim(0.1, max(values) * 8)
+    axis.set_xlim(least, max(values) * 8)
     axis.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
     over = next(iter(results["first-byte"].values()))["sent_over_seconds"]
     axis.set_xlabel(f"ms from the client's first byte, bodies sent over {over:g} s")
     axis.set_title("First byte of the body at the upstream")
+
+
+def _say(axis: Any, text: str) -> None:
+    """That text in place of a panel's lines or bars."""
+    axis.text(0.5, 0.5, text, ha="center", va="center", transform=axis.transAxes, color="#555555")
+    axis.set_xticks([])
+    axis.set_yticks([])
 
 
 def _nothing(axis: Any, results: dict[str, Any]) -> None:
