@@ -168,7 +168,7 @@ def _first_byte(axis: Any, results: dict[str, Any]) -> None:
     for place, (value, (_, _, times)) in enumerate(zip(values, found, strict=True)):
         axis.text(value * 1.15, place, f"{value:,.1f} ms" if times else "refused", va="center", fontsize=8)
     axis.set_xscale("log")
-    axis.set_xlim(least, max(values) * 8)
+    axis.set_xlim(least, max(10, max(values) * 8))
     axis.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
     over = next(iter(results["first-byte"].values()))["sent_over_seconds"]
     axis.set_xlabel(f"ms from the client's first byte, bodies sent over {over:g} s")
