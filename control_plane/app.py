@@ -30,7 +30,7 @@ from control_plane.fleet import Fleet, Report, Standing
 from control_plane.policy import ROLES, load_policies
 from control_plane.render import Address
 from control_plane.services import Services
-from control_plane.xds import TYPES, Asker, Askers, Question, Snapshot
+from control_plane.xds import TYPES, Askers, Snapshot
 
 _log = logging.getLogger("vllm_priority.control_plane")
 
@@ -233,7 +233,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
 
     @app.get("/api/policy")
     async def api_policy() -> Response:
-        """The policies in force, and the version of each role's filter configuration."""
+        """The policies in force, and the version of each role's filter config in a sidecar that began with it."""
         snapshot = policy.snapshot
         policies = {"default": snapshot.policies.default, **{e.name: e.policy for e in snapshot.policies.named}}
         selectors = {entry.name: dict(entry.selector) for entry in snapshot.policies.named}
@@ -247,7 +247,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
                     {
                         "name": name,
                         "selector": selectors.get(name, {}),
-                        "versions": {role: _version(snapshot, role, name) for role in ROLES},
+                        "versions": {role: snapshot.version(name, entry, role) for role in ROLES},
                         "policy": entry.model_dump(mode="json"),
                     }
                     for name, entry in policies.items()
@@ -300,11 +300,6 @@ def _namespace(admission_review: object) -> str | None:
     request = admission_review.get("request") if isinstance(admission_review, dict) else None
     namespace = request.get("namespace") if isinstance(request, dict) else None
     return namespace if isinstance(namespace, str) else None
-
-
-def _version(snapshot: Snapshot, role: Any, name: str) -> str:
-    question = Question("extension_configs", role, name, (), None, None)
-    return snapshot.current(Asker("", "extension_configs", role, question, "", "", "")).version
 
 
 async def _watch(

@@ -7,9 +7,8 @@ from typing import Any
 from lupa import luajit21
 
 from control_plane.lua_bundle import bundle
-from control_plane.package_data import read_text
 from control_plane.policy import Policy, Role
-from control_plane.render import FILTER_NAME, filter_settings
+from control_plane.render import FILTER_NAME, OwnEnvoy, behind_settings, filter_settings
 
 Headers = Sequence[tuple[str, str]]
 
@@ -71,15 +70,17 @@ class Filter:
     def __init__(self, policy: Policy, role: Role, *, own_envoy: bool = True) -> None:
         """`own_envoy`: as in a sidecar, where long bodies stream; else as in a proxy that is not ours."""
         lua = luajit21.LuaRuntime(encoding=None, unpack_returned_tuples=True)
-        lua.execute(bundle(filter_settings(policy, role, own_envoy)).encode())
+        lua.execute(bundle(filter_settings(policy, role, OwnEnvoy.of(policy) if own_envoy else None)).encode())
         functions = lua.globals()
         self._to_table = lua.table_from
         self._on_request = functions[b"envoy_on_request"]
-        self._on_response = functions[b"envoy_on_response"]
         self._hold: Any = None
+        self._added_header: str | None = None
         if own_envoy:
-            lua.execute(read_text("lua", "hold.lua").encode())
+            lua.execute(bundle(behind_settings(policy), "behind").encode())
             self._hold = functions[b"envoy_on_request"]
+            self._added_header = policy.report_header
+        self._on_response = functions[b"envoy_on_response"]
         self._collect = functions[b"collectgarbage"]
 
     def explain(
@@ -110,6 +111,8 @@ class Filter:
             response = _Stream(head, answer_chunks or [answer], metadata)
         else:
             response = _Stream(list(refusal[0].items()), [refusal[1]], metadata)
+        if self._added_header and b"report" in metadata.values:
+            response.headers().replace(self._added_header.encode(), metadata.values[b"report"])
         self._on_response(response)
         self._collect(b"collect")
         late = metadata.values.get(b"refused_status")

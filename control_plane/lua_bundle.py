@@ -9,24 +9,33 @@ serialiser, never by hand.
 
 from collections.abc import Mapping
 from functools import cache
+from typing import Literal
 
 from control_plane.package_data import read_text
 
-# In the order in which they need each other; each gets the earlier ones as arguments.
-_MODULES = ("json_edit", "priority", "filter")
+# What each file is handed, as its `...`; a script is what its file needs, in that order, and the file.
+_NEEDS: Mapping[str, tuple[str, ...]] = {
+    "json_edit": (),
+    "priority": (),
+    "buffer": ("json_edit",),
+    "report": ("settings",),
+    "answer": ("settings", "json_edit", "priority", "buffer", "report"),
+    "filter": ("settings", "json_edit", "priority", "buffer", "report", "answer"),
+    "behind": ("report", "answer"),
+}
 
 Setting = str | int | bool | None | Mapping[str, "Setting"]
+Script = Literal["filter", "behind"]
 
 
-def bundle(settings: Mapping[str, Setting]) -> str:
-    """The whole filter script for these settings. Keys with a None value are left out: nil in Lua."""
+def bundle(settings: Mapping[str, Setting], script: Script = "filter") -> str:
+    """A whole script for these settings. Keys with a None value are left out: nil in Lua."""
     parts = [f"local settings = {lua_literal(settings)}\n"]
-    known = ["settings"]
-    for name in _MODULES:
-        arguments = ", ".join(known)
-        head = "" if name == "filter" else f"local {name} = "
-        parts.append(f"-- lua/{name}.lua\n{head}(function(...)\n{_source(name)}end)({arguments});\n")
-        known.append(name)
+    for name, needs in _NEEDS.items():
+        if name in ("filter", "behind") and name != script:
+            continue
+        head = "" if name == script else f"local {name} = "
+        parts.append(f"-- lua/{name}.lua\n{head}(function(...)\n{_source(name)}end)({', '.join(needs)});\n")
     return "\n".join(parts)
 
 

@@ -17,7 +17,7 @@ import yaml
 
 from control_plane.errors import BadInput
 from control_plane.lua_bundle import Setting, bundle
-from control_plane.package_data import folder, read_text
+from control_plane.package_data import folder
 from control_plane.policy import READS_HEADER, RESPONSE_ROUTES, ROLES, Policy, Role, Routes
 
 Resource = dict[str, Any]
@@ -156,12 +156,29 @@ route's limit cannot lower that, since Envoy only ever raises a stream's. The la
 the bound of its protocol: _STREAM_ABOVE less the largest chunk (_CONNECTION_BUFFER + 128 KiB; 16 KiB over HTTP/2)."""
 
 
-def filter_settings(policy: Policy, role: Role, own_envoy: bool) -> dict[str, Setting]:
+@dataclass(frozen=True)
+class OwnEnvoy:
+    """An Envoy configured here: its buffers are known, and it has clusters that count where Lua cannot (before 1.38).
+
+    `report_header`: the header that it puts into answers by itself, with a second filter behind for what else answers
+    need; empty: no header. None: it was configured before there was that, and Lua sees to all of it.
+    """
+
+    report_header: str | None
+
+    @classmethod
+    def of(cls, policy: Policy) -> Self:
+        """As `listeners()` configures one that starts with this policy."""
+        return cls(policy.report_header or "")
+
+
+def filter_settings(policy: Policy, role: Role, own: OwnEnvoy | None) -> dict[str, Setting]:
     """What the Lua reads of a policy. Priorities are texts: Lua's numbers are doubles, which hold no int64.
 
-    `own_envoy`: the filter stands in an Envoy configured here, whose buffers are known and which has the clusters that
-    count where Lua cannot (before 1.38). Elsewhere every edited body is held until it is whole.
+    `own`: the Envoy around it. None: one of somebody else's, where every edited body is held until it is whole.
     """
+    added = own.report_header if own else None
+    answers_behind = added == (policy.report_header or "")
     routes = policy.routes.for_role(role)
     negate = policy.engine == "sglang"
     default = policy.default_value
@@ -179,8 +196,10 @@ def filter_settings(policy: Policy, role: Role, own_envoy: bool) -> dict[str, Se
         "classes": {name: str(value) for name, value in policy.classes.items()},
         "routes": {path: "response" if path in RESPONSE_ROUTES else "request" for path in routes},
         "max_body_bytes": policy.limits.max_body_bytes,
-        "count_by_cluster": own_envoy,
-        "stream_above": _STREAM_ABOVE if own_envoy else None,
+        "answers_behind": answers_behind,
+        "old_report_header": None if answers_behind else added or None,
+        "count_by_cluster": own is not None,
+        "stream_above": _STREAM_ABOVE if own else None,
         "proven_after": _PROVEN_AFTER,
     }
 
@@ -192,9 +211,14 @@ OUTCOMES = (
 )  # fmt: skip
 
 
-def filter_config(policy: Policy, role: Role, own_envoy: bool = True) -> Resource:
-    """The Lua filter's typed_config. `own_envoy`: within `listeners()` and `clusters()`."""
-    return _lua(bundle(filter_settings(policy, role, own_envoy)))
+def filter_config(policy: Policy, role: Role, own: OwnEnvoy | None) -> Resource:
+    """The Lua filter's typed_config."""
+    return _lua(bundle(filter_settings(policy, role, own)))
+
+
+def behind_settings(policy: Policy) -> dict[str, Setting]:
+    """What the Lua of the second filter in an Envoy of our own reads of the policy that it starts with."""
+    return {"report_header": policy.report_header, "count_by_cluster": True}
 
 
 def _lua(script: str) -> Resource:
@@ -203,7 +227,7 @@ def _lua(script: str) -> Resource:
 
 def listeners(policy: Policy, placement: Placement) -> list[Resource]:
     """The Envoy listeners: the sidecar's own, and the health one where the placement has it."""
-    typed_config = filter_config(policy, placement.role)
+    typed_config = filter_config(policy, placement.role, OwnEnvoy.of(policy))
     if placement.control_plane:
         http_filter = _place(
             "discovered_filter",
@@ -220,11 +244,15 @@ def listeners(policy: Policy, placement: Placement) -> list[Resource]:
         access_log=placement.access_log,
         log_fields=_LOG_FIELDS,
         http_filter=http_filter,
-        hold_filter={"name": _HOLD_NAME, "disabled": True, "typed_config": _lua(read_text("lua", "hold.lua"))},
+        second_filter={
+            "name": _BEHIND_NAME,
+            "disabled": True,
+            "typed_config": _lua(bundle(behind_settings(policy), "behind")),
+        },
         buffer=_CONNECTION_BUFFER,
         window=_HTTP2_WINDOW,
         note=_FORWARDED_PROTO_NOTE,
-        routes=_routes(),
+        routes=_routes(policy),
     )
     if placement.health is None:
         return [listener]
@@ -255,13 +283,14 @@ def clusters(policy: Policy, placement: Placement) -> list[Resource]:
     return found + [_place("counter_cluster", name=f"{FILTER_NAME}_{outcome}") for outcome in OUTCOMES]
 
 
-def node_metadata(placement: Placement) -> Resource:
-    """What a sidecar tells the control plane of itself, as `node.metadata`."""
+def node_metadata(policy: Policy, placement: Placement) -> Resource:
+    """What a sidecar that starts with this policy tells the control plane of itself, as `node.metadata`."""
     return {
         "role": placement.role,
         "listen": str(placement.listen),
         "upstream": str(placement.upstream),
         "labels": dict(placement.labels),
+        "report_header": OwnEnvoy.of(policy).report_header,
     } | ({"policy": placement.policy_name} if placement.policy_name else {})
 
 
@@ -270,7 +299,7 @@ def bootstrap(policy: Policy, placement: Placement) -> Resource:
     return _place(
         "bootstrap",
         placement=placement,
-        node_metadata=node_metadata(placement),
+        node_metadata=node_metadata(policy, placement),
         admin=_socket_address(placement.admin),
         listeners=listeners(policy, placement),
         clusters=clusters(policy, placement),
@@ -300,7 +329,7 @@ def istio(policy: Policy, placement: Placement) -> list[Resource]:
             selector=dict(placement.attachment.selector or {ROLE_LABEL: placement.role}),
             filter_name=FILTER_NAME,
             held_body=_HELD_BODY,
-            typed_config=filter_config(policy, placement.role, own_envoy=False),
+            typed_config=filter_config(policy, placement.role, None),
         )
     ]
 
@@ -322,7 +351,7 @@ def istio_waypoint(policy: Policy, placement: Placement) -> list[Resource]:
             "istio_waypoint",
             metadata=_object_metadata(replace(placement, attachment=attachment)),
             service=service["name"],
-            script=bundle(filter_settings(policy, placement.role, own_envoy=False)),
+            script=bundle(filter_settings(policy, placement.role, None)),
         )
     ]
 
@@ -343,7 +372,7 @@ def envoy_gateway(policy: Policy, placement: Placement) -> list[Resource]:
             [{"path": {"type": "Exact", "value": path}, "method": "POST"} for path in paths]
             for paths in _gateway_paths(policy, placement.role)
         ],
-        script=bundle(filter_settings(policy, placement.role, own_envoy=False)),
+        script=bundle(filter_settings(policy, placement.role, None)),
     )
     return [placed["route"], placed["extension_policy"]]
 
@@ -425,8 +454,8 @@ def to_yaml(documents: list[Resource]) -> str:
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1000, explicit_start=len(documents) > 1)
 
 
-_HOLD_NAME = f"{FILTER_NAME}_hold"
-"""The filter that holds a body of unknown length, lua/hold.lua: behind the other, and off but on one kind of route."""
+_BEHIND_NAME = f"{FILTER_NAME}_behind"
+"""The second filter, lua/behind.lua: off but on the routes that may need it."""
 
 _FORWARDED_PROTO_NOTE = "x-vllm-priority-forwarded-proto"
 
@@ -438,29 +467,44 @@ _WITHOUT_LUA = {
 }
 
 
-def _routes() -> list[Resource]:
+def _report_headers(policy: Policy) -> list[Resource]:
+    """What puts the report into an answer, Envoy's own too: a Lua function for it costs three times as much."""
+    if not policy.report_header:
+        return []
+    value = f"%DYNAMIC_METADATA({FILTER_NAME}:report)%"
+    header = {"key": policy.report_header, "value": value}
+    return [{"header": header, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}]
+
+
+def _routes(policy: Policy) -> list[Resource]:
     """Every request goes to the one cluster; routes differ in what they take away and hold, and in whether Lua runs.
 
-    No policy can edit another method than POST, or a route on which vLLM reads the header itself: Lua is off there.
+    No policy can edit another method than POST, or a route on which vLLM reads the header itself: Lua is off there. The
+    second filter runs where a body is streamed or held behind, and where it is the answer that is edited.
     """
     not_post = {"name": ":method", "string_match": {"exact": "POST"}, "invert_match": True}
     long = {"name": "content-length", "range_match": {"start": _STREAM_ABOVE + 1, "end": 2**63 - 1}}
     unknown_length = {"name": "content-length", "present_match": True, "invert_match": True}
-    held_behind = {
-        # So that no script counts on that filter in an Envoy that was configured before there was one.
-        "metadata": {"filter_metadata": {FILTER_NAME: {"held_behind": True}}},
+    reports = {"response_headers_to_add": _report_headers(policy)}
+    held = {"request_body_buffer_limit": _HELD_BODY}
+    behind = {
         "typed_per_filter_config": {
-            _HOLD_NAME: {"@type": "type.googleapis.com/envoy.config.route.v3.FilterConfig", "config": {}}
-        },
-        "request_body_buffer_limit": _HELD_BODY,
+            _BEHIND_NAME: {"@type": "type.googleapis.com/envoy.config.route.v3.FilterConfig", "config": {}}
+        }
     }
+    # So that no script counts on the second filter in an Envoy that was configured before there was one.
+    held_behind = {"metadata": {"filter_metadata": {FILTER_NAME: {"held_behind": True}}}}
     without_lua = {"typed_per_filter_config": _WITHOUT_LUA}
+    # Lua decodes a path as vLLM does, and Envoy compares it as it came.
+    percent_encoded = {"name": ":path", "string_match": {"contains": "%"}}
     kinds: list[tuple[Resource, Resource]] = [
         ({"prefix": "/", "headers": [not_post]}, without_lua),
         *(({"path": path}, without_lua) for path in sorted(READS_HEADER)),
-        ({"prefix": "/", "headers": [long]}, {}),
-        ({"prefix": "/", "headers": [unknown_length]}, held_behind),
-        ({"prefix": "/"}, {"request_body_buffer_limit": _HELD_BODY}),
+        ({"prefix": "/", "headers": [long]}, reports | behind),
+        ({"prefix": "/", "headers": [unknown_length]}, reports | behind | held | held_behind),
+        *(({"path": path}, reports | behind | held) for path in sorted(RESPONSE_ROUTES)),
+        ({"prefix": "/", "headers": [percent_encoded]}, reports | behind | held),
+        ({"prefix": "/"}, reports | held),
     ]
     routes = []
     noted = {"name": _FORWARDED_PROTO_NOTE, "present_match": True}

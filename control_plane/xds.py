@@ -17,22 +17,40 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from control_plane import render
 from control_plane.errors import BadInput
 from control_plane.policy import ROLES, Policies, Policy, Role
-from control_plane.render import FILTER_NAME, Address, Placement, Resource
+from control_plane.render import FILTER_NAME, Address, OwnEnvoy, Placement, Resource
 
 State = Literal["found", "not_modified", "not_found"]
 
 
 @dataclass(frozen=True)
 class ResourceType:
-    """One kind of resource: the name in its path, its type URL, and how a policy becomes its resources."""
+    """One kind of resource: the name in its path, its type URL, and how a policy becomes the resources asked for."""
 
     name: str
     url: str
-    resources: Callable[[Policy, Placement], list[Resource]]
+    resources: Callable[[Policy, "Question"], list[Resource]]
 
 
-def _extension_configs(policy: Policy, placement: Placement) -> list[Resource]:
-    return [{"name": FILTER_NAME, "typed_config": render.filter_config(policy, placement.role)}]
+def _extension_configs(policy: Policy, question: "Question") -> list[Resource]:
+    own = OwnEnvoy(question.report_header)
+    return [{"name": FILTER_NAME, "typed_config": render.filter_config(policy, question.role, own)}]
+
+
+def _placement(question: "Question") -> Placement:
+    return Placement(
+        question.role,
+        question.listen or render.DEFAULT_LISTEN[question.role],
+        question.upstream or render.DEFAULT_UPSTREAM[question.role],
+        render.DEFAULT_ADMIN[question.role],
+    )
+
+
+def _listeners(policy: Policy, question: "Question") -> list[Resource]:
+    return render.listeners(policy, _placement(question))
+
+
+def _clusters(policy: Policy, question: "Question") -> list[Resource]:
+    return render.clusters(policy, _placement(question))
 
 
 TYPES: Mapping[str, ResourceType] = {
@@ -41,8 +59,8 @@ TYPES: Mapping[str, ResourceType] = {
         ResourceType(
             "extension_configs", "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig", _extension_configs
         ),
-        ResourceType("listeners", "type.googleapis.com/envoy.config.listener.v3.Listener", render.listeners),
-        ResourceType("clusters", "type.googleapis.com/envoy.config.cluster.v3.Cluster", render.clusters),
+        ResourceType("listeners", "type.googleapis.com/envoy.config.listener.v3.Listener", _listeners),
+        ResourceType("clusters", "type.googleapis.com/envoy.config.cluster.v3.Cluster", _clusters),
     )
 }
 """The types that are served, at POST /v3/discovery:<name>."""
@@ -58,6 +76,8 @@ class Question:
     labels: tuple[tuple[str, str], ...]
     listen: Address | None
     upstream: Address | None
+    report_header: str | None = None
+    """As in render.OwnEnvoy; only for extension configs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +120,7 @@ class _Metadata(_Message):
     labels: dict[_Text, _Text] | None = None
     listen: _Address = None
     upstream: _Address = None
+    report_header: _Text | None = None
 
 
 class _Node(_Message):
@@ -137,7 +158,7 @@ def read_asker(kind: str, body: bytes) -> Asker:
     elif kind == "extension_configs" and request.resource_names and FILTER_NAME not in request.resource_names:
         reason = f"resource_names: {_shown(request.resource_names[0])} is unknown; allowed: {FILTER_NAME}"
     else:
-        # Only listeners and clusters depend on where the sidecar stands: one filter config serves them all.
+        # Only listeners and clusters depend on where the sidecar stands: one filter config serves all that began alike.
         placed = kind != "extension_configs"
         question = Question(
             kind,
@@ -146,6 +167,7 @@ def read_asker(kind: str, body: bytes) -> Asker:
             tuple(sorted((metadata.labels or {}).items())),
             _address(metadata.listen, "listen", render.DEFAULT_LISTEN[role]) if placed else None,
             _address(metadata.upstream, "upstream", render.DEFAULT_UPSTREAM[role]) if placed else None,
+            None if placed else metadata.report_header,
         )
     error_line = " ".join(request.error_detail.message.split())[:500] if request.error_detail else ""
     return Asker(request.node.id, kind, metadata.role, question, reason, error_line, request.version_info)
@@ -187,9 +209,9 @@ class Snapshot:
         self.policies = policies
         self._answers: _Bounded[Question, Answer] = _Bounded(25_000)
         self._rendered: _Bounded[tuple[object, ...], Answer] = _Bounded(500)
-        for name in ("default", *(entry.name for entry in policies.named)):
+        for name, policy in {"default": policies.default, **{e.name: e.policy for e in policies.named}}.items():
             for role in ROLES:
-                self._current(Question("extension_configs", role, name, (), None, None))
+                self._current(_of_one_born_with(policy, name, role))
 
     def answer(self, asker: Asker, version: str) -> Answer:
         """What to send to an asker that has `version`."""
@@ -202,6 +224,10 @@ class Snapshot:
             return Answer("not_found", reason=asker.reason)
         known = self._answers.get(asker.question)
         return self._current(asker.question) if known is None else known
+
+    def version(self, name: str, policy: Policy, role: Role) -> str:
+        """The version of a named policy's filter config, for a sidecar that began with that policy."""
+        return self._current(_of_one_born_with(policy, name, role)).version
 
     def versions(self) -> list[str]:
         """The versions of all that was rendered so far."""
@@ -217,7 +243,7 @@ class Snapshot:
             )
         else:
             # By identity: the policies live as long as this snapshot does.
-            key = (question.kind, question.role, id(policy), question.listen, question.upstream)
+            key = question.kind, question.role, id(policy), question.listen, question.upstream, question.report_header
             rendered = self._rendered.get(key)
             if rendered is None:
                 rendered = _rendered(question, policy)
@@ -227,18 +253,16 @@ class Snapshot:
         return answer
 
 
+def _of_one_born_with(policy: Policy, name: str, role: Role) -> Question:
+    return Question("extension_configs", role, name, (), None, None, OwnEnvoy.of(policy).report_header)
+
+
 _NOT_MODIFIED = Answer("not_modified")
 
 
 def _rendered(question: Question, policy: Policy) -> Answer:
-    role, resource_type = question.role, TYPES[question.kind]
-    placement = Placement(
-        role,
-        question.listen or render.DEFAULT_LISTEN[role],
-        question.upstream or render.DEFAULT_UPSTREAM[role],
-        render.DEFAULT_ADMIN[role],
-    )
-    resources = [{"@type": resource_type.url, **resource} for resource in resource_type.resources(policy, placement)]
+    resource_type = TYPES[question.kind]
+    resources = [{"@type": resource_type.url, **resource} for resource in resource_type.resources(policy, question)]
     version = sha256(_json(resources)).hexdigest()[:16]
     return Answer(
         "found", version, _json({"version_info": version, "resources": resources, "type_url": resource_type.url})

@@ -1,15 +1,15 @@
--- The Envoy filter. With hold.lua the only file that touches the stream handle.
+-- The Envoy filter: what is done to a request.
 --
 -- A request that carries a priority, on a route that does not read the header: its body is edited, a long one while
 -- it streams by. A route whose answer alone can carry it: the answer is. Everything else is let go at once.
 
-local settings, json_edit, priority = ...
+local settings, json_edit, priority, buffer, report, answer = ...
 
 local tonumber, tostring = tonumber, tostring
 local find, format, rep = string.find, string.format, string.rep
-local concat, min = table.concat, math.min
+local note, tell, report_of = report.note, report.tell, report.of
 
-local HEADER, REPORT, MEMBER, NAMESPACE = settings.header, settings.report_header, "priority", "vllm_priority"
+local HEADER, MEMBER, NAMESPACE = settings.header, "priority", report.NAMESPACE
 local MAX_BODY = settings.max_body_bytes
 
 local AMBIGUOUS = { outcome = "ambiguous", message = HEADER .. ": several lines of it differ; allowed: one value" }
@@ -22,34 +22,6 @@ local UNMOVABLE = {
   encoded = "a priority can be moved only into a body without content-encoding",
 }
 
--- Envoy has no counters for Lua before 1.38. There a call to a cluster without endpoints is counted by Envoy
--- itself: nothing is sent, and nothing is waited for.
-local NO_CALL = { [":method"] = "GET", [":path"] = "/", [":authority"] = "count" }
-
-local function count(handle, outcome)
-  if handle.stats then
-    handle:stats():counter(outcome):inc()
-  elseif settings.count_by_cluster then
-    handle:httpCall(NAMESPACE .. "_" .. outcome, NO_CALL, "", 0, true)
-  end
-end
-
-local function report_of(outcome, verdict)
-  return verdict.text .. "; source=" .. verdict.source .. "; outcome=" .. outcome .. verdict.note
-end
-
--- Where the access log and the answer find it. One entry of metadata and not one for each part: an entry costs as
--- much as the scan of a small body.
-local function note(handle, report)
-  handle:streamInfo():dynamicMetadata():set(NAMESPACE, "report", report)
-end
-
--- Says what came of a priority: in a counter, in the access log, and in the answer.
-local function tell(handle, outcome, verdict)
-  count(handle, outcome)
-  note(handle, verdict and report_of(outcome, verdict) or "none; outcome=" .. outcome)
-end
-
 local function refuse(handle, status, outcome, message, param)
   tell(handle, outcome, nil)
   handle:respond(
@@ -59,12 +31,10 @@ local function refuse(handle, status, outcome, message, param)
 end
 
 -- Once its headers have gone a request can no longer be answered from here. Its body is spoiled instead, so
--- that no server takes it for JSON, and envoy_on_response puts this in place of what the server says to that.
+-- that no server takes it for JSON, and this is put in place of what the server says to that.
 local function refuse_late(handle, status, outcome, message, param)
   tell(handle, outcome, nil)
-  local metadata = handle:streamInfo():dynamicMetadata()
-  metadata:set(NAMESPACE, "refused_status", tostring(status))
-  metadata:set(NAMESPACE, "refused_body", priority.error_body(status, message, param))
+  answer.refuse(handle, status, priority.error_body(status, message, param))
 end
 
 local SPOIL = "\0"
@@ -95,12 +65,12 @@ end
 
 -- Holds a body whose length was not said to the limit; true where it was refused. Envoy's own answer to one that it
 -- cannot hold finds the report.
-local function is_over_limit(handle, headers, report)
+local function is_over_limit(handle, headers, pending)
   if not MAX_BODY or headers:get("content-length") or headers:get("upgrade") then
     return false
   end
-  if report then
-    note(handle, report)
+  if pending then
+    note(handle, pending)
   end
   local body = handle:body()
   if body and body:length() > MAX_BODY then
@@ -118,24 +88,6 @@ local function tell_result(handle, result, verdict)
   else
     tell(handle, verdict == default and "default" or result, verdict)
   end
-end
-
--- Bytes that are copied out of Envoy at a time. LuaJIT asks the kernel anew for each string of 128 KiB and more.
-local PIECE = 65536
-
--- The bytes to pass on in place of a buffer's, or nil where it stays as it is.
-local function edited_bytes(editor, buffer, size, frozen)
-  if size <= PIECE then
-    return json_edit.feed(editor, buffer:getBytes(0, size), frozen)
-  end
-  local parts, changed = {}, false
-  for offset = 0, size - 1, PIECE do
-    local bytes = buffer:getBytes(offset, min(PIECE, size - offset))
-    local new = json_edit.feed(editor, bytes, frozen)
-    parts[#parts + 1] = new or bytes
-    changed = changed or new ~= nil
-  end
-  return changed and concat(parts) or nil
 end
 
 -- Why the editor's text is refused, or nil.
@@ -164,7 +116,7 @@ local function edit_stream(handle, headers, verdict, length)
     local size = chunk:length()
     if size > 0 then
       local frozen = passed <= settings.proven_after and passed + size < length
-      local new = edited_bytes(editor, chunk, size, frozen)
+      local new = buffer.edited(editor, chunk, size, frozen)
       if not frozen then
         if not refusal then
           refusal = text_refusal(editor, is_default)
@@ -190,7 +142,7 @@ local function edit_stream(handle, headers, verdict, length)
   end
 end
 
--- A body of unknown length with lua/hold.lua behind, where it waits until it is whole: edited while it passes.
+-- A body of unknown length with lua/behind.lua behind, where it waits until it is whole: edited while it passes.
 local function edit_chunks(handle, verdict)
   handle:streamInfo():dynamicMetadata():set(NAMESPACE, "held", true)
   local editor = json_edit.new(MEMBER, verdict.text, nil, 0, verdict == default)
@@ -205,7 +157,7 @@ local function edit_chunks(handle, verdict)
       refuse_late(handle, 413, "too_large", too_large(), nil)
       chunk:setBytes("")
     elseif size > 0 then
-      local new = edited_bytes(editor, chunk, size, false)
+      local new = buffer.edited(editor, chunk, size, false)
       local refusal = text_refusal(editor, verdict == default)
       if refusal then
         refused = true
@@ -249,7 +201,7 @@ local function edit_request(handle, headers, verdict)
     return refuse(handle, 413, "too_large", too_large(), nil)
   end
   local editor = json_edit.new(MEMBER, verdict.text, nil, 0, verdict == default)
-  local new = edited_bytes(editor, body, size, false)
+  local new = buffer.edited(editor, body, size, false)
   local refusal = text_refusal(editor, verdict == default)
   if refusal then
     return refuse(handle, refusal[1], refusal[2], refusal[3], HEADER)
@@ -295,15 +247,12 @@ function envoy_on_request(handle)
   end
 
   if edited == "response" then
-    -- The request cannot carry it. The answer is edited: see envoy_on_response.
-    local metadata = handle:streamInfo():dynamicMetadata()
-    metadata:set(NAMESPACE, "answer_value", verdict.text)
-    metadata:set(NAMESPACE, "answer_source", verdict.source)
-    metadata:set(NAMESPACE, "answer_note", verdict.note)
+    -- The request cannot carry it. The answer is edited: see lua/answer.lua.
+    answer.expect(handle, verdict)
     if raw and not settings.keep_header then
       headers:remove(HEADER)
     end
-    is_over_limit(handle, headers, nil) -- edit_answer() reports
+    is_over_limit(handle, headers, nil) -- answer.finish() reports
     return
   end
 
@@ -322,62 +271,17 @@ function envoy_on_request(handle)
   end
 end
 
--- Replaces an answer with the refusal of the request that it answers.
-local function replace_answer(handle, headers, status, body)
-  headers:replace(":status", status)
-  headers:replace("content-type", "application/json")
-  headers:remove("content-length")
-  headers:remove("content-encoding")
-  for chunk in handle:bodyChunks() do
-    chunk:setBytes(body)
-    body = ""
-  end
-end
-
-local function edit_answer(handle, headers, metadata)
-  local verdict = { text = metadata.answer_value, source = metadata.answer_source, note = metadata.answer_note }
-  local encoding = headers:get("content-encoding")
-  local outcome = (encoding and "encoded")
-    or (headers:get(":status") == "200" and priority.is_json(headers:get("content-type")) and "response_edited")
-    or "not_json"
-  if outcome ~= "response_edited" then
-    if REPORT then
-      headers:replace(REPORT, "none; outcome=" .. outcome)
+-- An Envoy of our own adds the report to the answer by itself, and what else an answer needs is done behind, on the
+-- few routes where it can be needed: Lua is then not asked about answers at all.
+if not settings.answers_behind then
+  function envoy_on_response(handle)
+    local metadata = handle:streamInfo():dynamicMetadata():get(NAMESPACE)
+    if not metadata then
+      return
     end
-    return tell(handle, outcome, nil)
-  end
-  if REPORT then
-    headers:replace(REPORT, report_of(outcome, verdict))
-  end
-  headers:remove("content-length")
-  local editor = json_edit.new(MEMBER, verdict.text, nil, 0, false)
-  json_edit.accept_list(editor)
-  for chunk in handle:bodyChunks() do
-    local size = chunk:length()
-    if size > 0 then
-      local new = edited_bytes(editor, chunk, size, false)
-      if new then
-        chunk:setBytes(new)
-      end
+    if settings.old_report_header then
+      handle:headers():remove(settings.old_report_header)
     end
-  end
-  local result = json_edit.result(editor)
-  tell(handle, result and outcome or "not_json", result and verdict)
-end
-
-function envoy_on_response(handle)
-  local metadata = handle:streamInfo():dynamicMetadata():get(NAMESPACE)
-  if not metadata then
-    return
-  end
-  local headers = handle:headers()
-  if metadata.answer_value and not metadata.report then
-    return edit_answer(handle, headers, metadata)
-  end
-  if REPORT and metadata.report then
-    headers:replace(REPORT, metadata.report)
-  end
-  if metadata.refused_status then
-    replace_answer(handle, headers, metadata.refused_status, metadata.refused_body)
+    answer.finish(handle, metadata)
   end
 end

@@ -85,8 +85,18 @@ def is_ours(entry: Filter) -> bool:
     return entry.get("name") == "vllm_priority"
 
 
-def with_filter(base: Config, replacement: list[Filter], clusters: list[dict[str, Any]] | None = None) -> Config:
-    """`base` with its own Lua filter replaced by these filters, and these clusters added. All else is the same."""
+def with_filter(
+    base: Config,
+    replacement: list[Filter],
+    clusters: list[dict[str, Any]] | None = None,
+    *,
+    answers: bool = False,
+) -> Config:
+    """`base` with its own Lua filter replaced by these filters, and these clusters added. All else is the same.
+
+    Two things that the routes do are ours as well, and go with it: the report's header and the second filter.
+    `answers`: the header stays, for a filter that leaves a report.
+    """
     config = copy.deepcopy(base)
     found = 0
     for manager in _managers(config):
@@ -95,6 +105,10 @@ def with_filter(base: Config, replacement: list[Filter], clusters: list[dict[str
             found += 1
             at = next(index for index, entry in enumerate(filters) if is_ours(entry))
             filters[at : at + 1] = copy.deepcopy(replacement)
+            for route in manager["route_config"]["virtual_hosts"][0]["routes"]:
+                route.get("typed_per_filter_config", {}).pop("vllm_priority_behind", None)
+                if not answers:
+                    route.pop("response_headers_to_add", None)
     if found != 1:
         raise BenchError(f"the sidecar's bootstrap has its filter in {found} listeners; the benchmark expects one")
     config["static_resources"].setdefault("clusters", []).extend(copy.deepcopy(clusters or []))
@@ -146,7 +160,11 @@ def load_config(named: str) -> Config:
         raise BenchError(f"{named}: no such file; allowed: none, header-only, ours, a .lua script, an Envoy bootstrap")
     text = path.read_text()
     if path.suffix == ".lua":
-        return with_filter(product(), [lua_filter(text)])
+        config = product()
+        for manager in _managers(config):
+            for entry in filter(is_ours, manager["http_filters"]):
+                entry["typed_config"]["default_source_code"]["inline_string"] = text
+        return config
     loaded = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     if not isinstance(loaded, dict):
         raise BenchError(f"{named}: not an Envoy bootstrap")

@@ -32,42 +32,36 @@ _HEADERS = "".join(
 )
 _REPORT = '"5; source=header; outcome=inserted"'
 _NOTE = f'handle:streamInfo():dynamicMetadata():set("vllm_priority", "report", {_REPORT}) '
-_ANSWER = (
-    'local found = handle:streamInfo():dynamicMetadata():get("vllm_priority") '
-    'if found then handle:headers():replace("x-vllm-priority-applied", found.report) end '
-)
+_ANSWERS = "the answer's header from it, by Envoy"
 
-LADDER: tuple[tuple[str, str, str | None], ...] = (
-    ("header-only", "", None),
-    ("five more headers read", _HEADERS, None),
-    ("the header removed", 'headers:remove("x-vllm-priority") ', None),
-    ("the body held until it is whole", "local body = handle:body() ", None),
-    ("its bytes read", "local bytes = body:getBytes(0, body:length()) ", None),
-    ("its bytes written", "body:setBytes(bytes) ", None),
-    ("a counter", 'handle:stats():counter("inserted"):inc() ', None),
-    ("an entry of metadata for the access log and the answer", _NOTE, None),
-    ("an empty envoy_on_response", "", ""),
-    ("the entry read and the answer's header from it", "", _ANSWER),
+LADDER: tuple[tuple[str, str], ...] = (
+    ("header-only", ""),
+    ("five more headers read", _HEADERS),
+    ("the header removed", 'headers:remove("x-vllm-priority") '),
+    ("the body held until it is whole", "local body = handle:body() "),
+    ("its bytes read", "local bytes = body:getBytes(0, body:length()) "),
+    ("its bytes written", "body:setBytes(bytes) "),
+    ("a counter", 'handle:stats():counter("inserted"):inc() '),
+    ("an entry of metadata for the access log and the answer", _NOTE),
+    (_ANSWERS, ""),
 )
-"""What a step adds to the request's side, and to the answer's; None: there is no envoy_on_response yet."""
+"""What a step adds to the script; the last adds nothing there."""
 
 
 _OURS = ("ours", _NO_HEADER := "ours without the header")
-STEPS = (*(name for name, _, _ in LADDER), *_OURS)
+STEPS = (*(name for name, _ in LADDER), *_OURS)
 
 
 def script(step: str) -> str:
     """The header-only filter and all steps up to this one."""
-    request, response = "", None
-    for name, more, answer in LADDER:
+    request = ""
+    for name, more in LADDER:
         request += more
-        response = answer if response is None else response + (answer or "")
         if name == step:
             break
-    on_response = "" if response is None else f" function envoy_on_response(handle) {response}end"
     return (
         "function envoy_on_request(handle) local headers = handle:headers() "
-        f'local value = headers:get("x-vllm-priority") {request}end{on_response}'
+        f'local value = headers:get("x-vllm-priority") {request}end'
     )
 
 
@@ -118,7 +112,7 @@ def _step(step: str, name: str, requests: int, binary: str, parent: Path) -> flo
         if step not in _OURS:
             own = configs.lua_filter(script(step))
             own["typed_config"]["clear_route_cache"] = False  # as ours has it; on, each changed header costs a routing
-            config = configs.with_filter(config, [own])
+            config = configs.with_filter(config, [own], answers=step == _ANSWERS)
         with start_envoy(binary, configs.drain(drain_port, free_port()), "drain", drain_port, folder, None):
             config = configs.placed(config, port, drain_port)
             return _count(binary, config, port, body.route, data, step != _NO_HEADER, requests, folder)

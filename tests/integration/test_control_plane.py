@@ -216,6 +216,24 @@ def test_a_policy_change_reaches_a_running_sidecar_and_changes_what_happens_to_a
         assert 'requests_total{result="found",type="extension_configs"} 2.0' in text, "one answer for each policy"
 
 
+def test_the_report_is_renamed_and_left_out_in_a_running_sidecar(
+    policy: Path, start_sidecar: Callable[..., Address]
+) -> None:
+    def said(sidecar: Address) -> dict[str, str]:
+        answer = httpx.post(f"http://{sidecar}{RENDER}", json={"messages": []}, timeout=WAIT, trust_env=False)
+        return {name: answer.headers[name] for name in ("x-vllm-priority-applied", "x-told") if name in answer.headers}
+
+    report = "1; source=default; outcome=default"
+    with ControlPlane(policy) as plane:
+        sidecar = start_sidecar(plane.address)
+        until(lambda: said(sidecar) == {"x-vllm-priority-applied": report}, "the usual header")
+        for header, expected in (("x-told", {"x-told": report}), ("null", {})):
+            policy.write_text(f"default: 1\nreport_header: {header}\n")
+            until(lambda wanted=expected: said(sidecar) == wanted, f"report_header: {header}")  # type: ignore[misc]
+        set_default(policy, 1)
+        until(lambda: said(sidecar) == {"x-vllm-priority-applied": report}, "the usual header again")
+
+
 def test_a_sidecar_that_starts_without_a_control_plane_has_the_policy_it_was_born_with(
     policy: Path, start_sidecar: Callable[..., Address]
 ) -> None:

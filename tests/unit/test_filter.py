@@ -7,7 +7,7 @@ import pytest
 
 from control_plane.explain import Explanation, Filter
 from control_plane.policy import Policy, parse_policies
-from control_plane.render import OUTCOMES, filter_settings
+from control_plane.render import OUTCOMES, OwnEnvoy, filter_settings
 
 CHAT, GENERATE, MESSAGES = "/v1/chat/completions/render", "/inference/v1/generate", "/v1/messages/render"
 JSON = ("content-type", "application/json")
@@ -284,7 +284,7 @@ def test_a_bad_value_is_refused_on_messages_render_too(value: str) -> None:
     assert found.refusal[0] == 400
 
 
-STREAM_ABOVE = filter_settings(Policy(), "engine", own_envoy=True)["stream_above"]
+STREAM_ABOVE = filter_settings(Policy(), "engine", OwnEnvoy.of(Policy()))["stream_above"]
 assert isinstance(STREAM_ABOVE, int)
 LONG = b'{"prompt":"' + b"x" * (STREAM_ABOVE + 100_000) + b'"}'
 

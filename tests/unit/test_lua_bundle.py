@@ -76,7 +76,7 @@ def test_the_script_runs_with_nothing_but_the_language(role: Role) -> None:
     for name in FORBIDDEN:
         lua.globals()[name.encode()] = None
     before = set(lua.globals())
-    lua.execute(bundle(filter_settings(Policy(), role, own_envoy=True)).encode())
+    lua.execute(bundle(filter_settings(Policy(), role, None)).encode())
     assert set(lua.globals()) - before == {b"envoy_on_request", b"envoy_on_response"}, "no other global is left"
 
 
@@ -84,13 +84,11 @@ def test_the_script_runs_with_nothing_but_the_language(role: Role) -> None:
 def test_a_route_cannot_break_out_of_its_literal(path: str) -> None:
     policy = Policy.model_validate({"routes": {"extra": [path]}})
     lua = luajit.LuaRuntime(encoding=None)
-    lua.execute(bundle(filter_settings(policy, "render", own_envoy=True)).encode())
-    assert read_back(filter_settings(policy, "render", own_envoy=True)["routes"])[path] == "request"  # type: ignore[index]
+    lua.execute(bundle(filter_settings(policy, "render", None)).encode())
+    assert read_back(filter_settings(policy, "render", None)["routes"])[path] == "request"  # type: ignore[index]
 
 
 def test_the_same_policy_makes_the_same_script() -> None:
     one = parse_policies("{classes: {a: 1, b: 2}, default: a}").default
     other = parse_policies("{default: a, classes: {b: 2, a: 1}}").default
-    assert bundle(filter_settings(one, "render", own_envoy=True)) == bundle(
-        filter_settings(other, "render", own_envoy=True)
-    )
+    assert bundle(filter_settings(one, "render", None)) == bundle(filter_settings(other, "render", None))

@@ -19,7 +19,7 @@ _priority = _lua.execute(b"return (function(...) " + read_text("lua", "priority.
 
 def lua_settings(policy: str = "{}", role: Role = "engine") -> Any:
     """The table that the script gets for this policy."""
-    found = filter_settings(parse_policies(policy).default, role, own_envoy=True)
+    found = filter_settings(parse_policies(policy).default, role, None)
     return _lua.execute(f"return {lua_literal(found)}".encode())
 
 

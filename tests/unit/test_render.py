@@ -133,8 +133,9 @@ def test_node_metadata_is_what_the_control_plane_chooses_by() -> None:
         labels={"tier": "a"},
         policy_name="b",
     )
-    assert node_metadata(placement) == {
-        "role": "engine", "listen": "0.0.0.0:1", "upstream": "[::1]:2", "labels": {"tier": "a"}, "policy": "b",
+    assert node_metadata(Policy(), placement) == {
+        "role": "engine", "listen": "0.0.0.0:1", "upstream": "[::1]:2", "labels": {"tier": "a"},
+        "report_header": "x-vllm-priority-applied", "policy": "b",
     }  # fmt: skip
 
 
