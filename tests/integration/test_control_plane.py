@@ -293,9 +293,7 @@ def test_an_envoy_that_refuses_a_configuration_keeps_the_old_one_and_is_said_to(
         until(lambda: standing() == "up_to_date", "the sidecar on the first policy")
         rendered = render.filter_config
         with monkeypatch.context() as broken:
-            broken.setattr(
-                render, "filter_config", lambda policy, role: with_script(rendered(policy, role), "function (")
-            )
+            broken.setattr(render, "filter_config", lambda *asked: with_script(rendered(*asked), "function ("))
             set_default(policy, 2)
             assert app.state.policy.reload() is True
         until(lambda: standing() == "refused", "the refusal")
