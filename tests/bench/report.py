@@ -101,11 +101,12 @@ class Ratio:
 def ratio(results: Results, one: str, other: str, case: str, body: str) -> Ratio | None:
     """Requests/s of `one` over `other`; None where one of them was not run, or got no answer."""
     first, second = _row(results, one, case, body), _row(results, other, case, body)
-    if first is None or second is None or not min(second["rate"]):
+    if first is None or second is None:
         return None
     # Where one has more rounds than the other, only the common ones are compared: the machine was the same then.
+    # A round in which the other got no answer at all is nothing to compare with.
     by_round = [dict(zip(row["rounds"], row["rate"], strict=True)) for row in (first, second)]
-    pairs = [(rate, by_round[1][number]) for number, rate in by_round[0].items() if number in by_round[1]]
+    pairs = [(rate, by_round[1][number]) for number, rate in by_round[0].items() if by_round[1].get(number)]
     if not pairs:
         return None
     medians = [statistics.median(rates) for rates in zip(*pairs, strict=True)]
