@@ -29,8 +29,8 @@ local NEAR = 16
 -- A position behind every chunk.
 local BEYOND = math.huge
 
--- States: what the next byte belongs to.
-local START, FIRST_KEY, NEXT_KEY, KEY, COLON, VALUE, SCALAR, STRING, NESTED, AFTER, LIST, DONE, PASS, WIDE =
+-- States: what the next byte belongs to. From DONE on nothing is looked at any more.
+local FIRST_KEY, NEXT_KEY, KEY, COLON, VALUE, SCALAR, STRING, NESTED, AFTER, START, LIST, DONE, PASS, WIDE =
   1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14
 
 local QUOTE, BACKSLASH, COMMA, COLON_SIGN = 34, 92, 44, 58
@@ -43,6 +43,12 @@ for code = 0, 255 do
 end
 DEPTH_CHANGE[OPEN_OBJECT], DEPTH_CHANGE[OPEN_LIST] = 1, 1
 DEPTH_CHANGE[CLOSE_OBJECT], DEPTH_CHANGE[CLOSE_LIST] = -1, -1
+
+-- The bytes that are behind a scalar: white space, and what must not be here, among them.
+local ENDS_SCALAR = {}
+for code = 0, 255 do
+  ENDS_SCALAR[code] = code <= 32 or code == COMMA or code == CLOSE_OBJECT
+end
 
 -- The member as it is written into a text.
 --   name    ASCII letters and digits
@@ -65,6 +71,7 @@ end
 --   growth  by how many bytes it becomes longer then
 --   keep    true: a member that is there stays, only a missing one is added
 function json_edit.new(name, text, length, growth, keep)
+  -- LuaJIT makes room for the keys that are written here, nil or not: more than 16 would double it.
   return {
     name = name,
     text = text,
@@ -73,23 +80,23 @@ function json_edit.new(name, text, length, growth, keep)
     owed = length and growth or 0, -- bytes promised and not yet written
     received = 0,
     state = START,
-    escaped = false, -- inside a string: the next byte follows an odd number of backslashes
-    depth = 0, -- inside a nested value
-    in_string = false, -- inside a string of a nested value
-    empty = false, -- the object has no members
+    escaped = nil, -- true: in a string, and the next byte follows an odd number of backslashes
+    depth = nil, -- inside a nested value
+    in_string = nil, -- inside a string of a nested value
     key = nil, -- the part of a key that came with earlier chunks
-    target = false, -- the member's value comes next
-    dropping = false, -- the bytes of an old value are left out
-    erasing = false, -- and its key and comma with it
-    scalar = nil, -- an old value, kept until it is seen to be well-formed
-    held = nil, -- bytes not yet passed on
+    target = nil, -- true: the member's value comes next, or is there
     found = 0, -- members seen in this object
-    edits = 0, -- members replaced or added
-    added = false,
-    in_list = false,
-    head = "", -- the first bytes, which tell UTF-16 from UTF-32
-    failed = nil, -- why the text is no object that could be edited
+    outcome = nil, -- see result(): that of a member that was replaced or added
   }
+  -- What few texts need:
+  --   empty      true: the object has no members
+  --   dropping   true: the bytes of an old value are left out
+  --   erasing    true: and its key and comma with it
+  --   scalar     an old value, kept until it is seen to be well-formed
+  --   held       bytes not yet passed on
+  --   head       the first bytes, which tell UTF-16 from UTF-32
+  --   in_list    true: a top-level list is edited too; "open": this is one
+  --   failed     why the text is no object that could be edited
 end
 
 -- Edits the objects of a top-level list too, each for itself. For texts without a promised length.
@@ -110,10 +117,8 @@ function json_edit.result(editor)
     return nil, editor.failed
   elseif editor.state ~= DONE then
     return nil, "malformed"
-  elseif editor.added then
-    return "inserted"
-  elseif editor.edits > 0 then
-    return "replaced"
+  elseif editor.outcome then
+    return editor.outcome
   elseif editor.found > 0 then
     return "kept"
   end
@@ -129,16 +134,23 @@ local function is_escaped(s, i, first)
   return (i - k) % 2 == 0
 end
 
--- Position of the quote that ends a string, from position i on. Without one: nil, and whether the byte
--- after the chunk is escaped. Only a quote can end a string, so only what precedes one is looked at.
+-- Position of the quote that ends a string, from position i on, and the three bytes behind it as far as they are
+-- there (one call for all, since a call is what costs). Without a quote: nil, and whether the byte after the chunk is
+-- escaped. Only a quote can end a string, so only what precedes one is looked at.
 local function string_end(s, i, escaped)
   local first = escaped and i + 1 or i
   local quote = find(s, '"', first, true)
-  while quote and quote > first and byte(s, quote - 1) == BACKSLASH and is_escaped(s, quote, first) do
-    quote = find(s, '"', quote + 1, true)
+  if quote and quote > first then
+    local before, _, a, b, c = byte(s, quote - 1, quote + 3)
+    if before ~= BACKSLASH then
+      return quote, a, b, c
+    end
+    while quote and quote > first and byte(s, quote - 1) == BACKSLASH and is_escaped(s, quote, first) do
+      quote = find(s, '"', quote + 1, true)
+    end
   end
   if quote then
-    return quote
+    return quote, byte(s, quote + 1, quote + 3)
   end
   -- A chunk that ends before the escaped byte came leaves it escaped.
   return nil, (escaped and i > #s) or is_escaped(s, #s + 1, first)
@@ -195,6 +207,7 @@ local function nested_end(editor, s, i)
   if editor.escaped and i <= #s then
     first = i + 1
     i = first
+    editor.escaped = nil
   end
   local near = nil
   while true do
@@ -232,7 +245,7 @@ local function nested_end(editor, s, i)
         end
       end
       if not quote then
-        editor.depth, editor.in_string, editor.escaped = depth, false, false
+        editor.depth, editor.in_string = depth, false
         return nil
       end
       inside = true
@@ -255,16 +268,34 @@ local function unescape(digits)
   return string.char(tonumber(digits, 16))
 end
 
--- Whether a key, as it is written between its quotes, is the name.
-local function is_name(key, name)
-  if key == name then
-    return true
+-- Whether a key, as it is written at positions i to stop, is the name.
+local function is_name(s, i, stop, name)
+  local size = stop - i + 1
+  if size == #name then
+    return sub(s, i, stop) == name
   end
   -- Written with escapes it is longer by 5 bytes for each.
-  if #key < #name + 5 or #key > #name * 6 or not find(key, "\\", 1, true) then
+  if size < #name + 5 or size > #name * 6 then
     return false
   end
-  return key:gsub("\\u00(%x%x)", unescape) == name
+  local key = sub(s, i, stop)
+  return find(key, "\\", 1, true) ~= nil and key:gsub("\\u00(%x%x)", unescape) == name
+end
+
+-- Position of the last byte of a number, true, false or null, from position i on; nil where the chunk ends first.
+-- Nearly all are of 1 to 5 bytes, which cost the least in one turn.
+local function scalar_end(s, i)
+  local a, b, c, d, e, f = byte(s, i, i + 5)
+  local size = ENDS_SCALAR[b] and 1
+    or ENDS_SCALAR[c] and 2
+    or ENDS_SCALAR[d] and 3
+    or ENDS_SCALAR[e] and 4
+    or ENDS_SCALAR[f] and 5
+  if size and not ENDS_SCALAR[a] then
+    return i + size - 1
+  end
+  local stop = find(s, "[%z\1- ,}]", i)
+  return stop and stop - 1
 end
 
 local function is_scalar(text)
@@ -302,7 +333,7 @@ local function filler(editor)
   if editor.state ~= WIDE then
     return rep(" ", owed)
   end
-  local a, b, c, d = byte(editor.head, 1, 4)
+  local a, b, c, d = byte(editor.head or "", 1, 4)
   local unit
   if a == 0 and b == 0 then
     unit = "\0\0\0 "
@@ -339,41 +370,17 @@ function json_edit.feed(editor, s, frozen)
     out = ""
   end
 
-  while i <= size do
-    if state == AFTER then
-      local code
-      i, code = skip_space(s, i)
-      if code == COMMA then
-        if editor.length and editor.found > 0 and not editor.keep and editor.owed < #editor.text then
-          comma = i
-        end
-        state = NEXT_KEY
-        i = i + 1
-      elseif code == CLOSE_OBJECT and frozen and editor.found == 0 then
-        give_up(editor, "padded")
-        state = PASS
-      elseif code == CLOSE_OBJECT then
-        if editor.found == 0 then
-          local member = (editor.empty and "" or ",") .. json_edit.member(editor.name, editor.text)
-          out = (out or "") .. sub(s, from, i - 1) .. member
-          from = i
-          editor.owed = editor.owed - (editor.length and #member or 0)
-          editor.added = true
-        end
-        state = editor.in_list == "open" and LIST or DONE
-        i = i + 1
-      elseif code then
-        give_up(editor, "malformed")
-        state = PASS
-      end
-    elseif state == FIRST_KEY or state == NEXT_KEY then
-      local code
+  -- One turn of the loop is one member. The states stand in the order in which they follow each other, so that each
+  -- goes on to the next; at the end of a chunk there is no byte, and a state stays what it is. What is usual has no
+  -- loop of its own in here, else LuaJIT could not compile this one.
+  while i <= size and state < DONE do
+    local code, second, third -- the bytes from i on, where they are known already
+
+    if state <= NEXT_KEY then
       i, code = skip_space(s, i)
       if code == QUOTE then
         state = KEY
         i = i + 1
-        editor.key = ""
-        editor.escaped = false
       elseif code == CLOSE_OBJECT and state == FIRST_KEY then
         editor.empty = true
         state = AFTER
@@ -384,18 +391,22 @@ function json_edit.feed(editor, s, frozen)
         give_up(editor, "malformed")
         state = PASS
       end
-    elseif state == KEY then
-      local quote, escaped = string_end(s, i, editor.escaped)
+    end
+
+    if state == KEY then
+      local quote, a, b, c = string_end(s, i, editor.escaped)
       local key = editor.key
-      if key == "" then
-        key = sub(s, i, (quote or size + 1) - 1)
-      elseif #key <= #editor.name * 6 then
-        key = key .. sub(s, i, (quote or size + 1) - 1)
-      end
       if quote then
-        editor.target = (editor.keep or not frozen) and is_name(key, editor.name)
-        editor.key = nil
-        if editor.target then
+        local is_target
+        if key then
+          key = key .. sub(s, i, quote - 1)
+          is_target = is_name(key, 1, #key, editor.name)
+          editor.key, editor.escaped = nil, nil
+        else
+          is_target = is_name(s, i, quote - 1, editor.name)
+        end
+        if is_target and (editor.keep or not frozen) then
+          editor.target = true
           editor.found = editor.found + 1
           if comma then
             out = (out or "") .. sub(s, from, comma - 1)
@@ -404,34 +415,49 @@ function json_edit.feed(editor, s, frozen)
           end
         end
         comma = nil
-        state = COLON
-        i = quote + 1
+        -- The value follows at once as a rule, or behind one space.
+        if a ~= COLON_SIGN then
+          state = COLON
+          i = quote + 1
+        elseif b == 32 then
+          state = VALUE
+          i, code = quote + 3, c
+        else
+          state = VALUE
+          i, code = quote + 2, b
+        end
       else
+        if not key or #key <= #editor.name * 6 then
+          key = (key or "") .. sub(s, i)
+        end
         if #key > #editor.name * 6 then
           comma = nil -- too long to be the name, however it is written
         end
-        editor.key, editor.escaped = key, escaped
+        editor.key, editor.escaped = key, a
         i = size + 1
       end
-    elseif state == COLON then
-      local code
+    end
+
+    if state == COLON then
       i, code = skip_space(s, i)
       if code == COLON_SIGN then
         state = VALUE
-        i = i + 1
+        i, code = i + 1, nil
       elseif code then
         give_up(editor, "malformed")
         state = PASS
       end
-    elseif state == VALUE then
-      local code
-      i, code = skip_space(s, i)
+    end
+
+    if state == VALUE then
+      if not code or code <= 32 then
+        i, code = skip_space(s, i)
+      end
       if code == QUOTE then
         state = STRING
-        editor.escaped = false
       elseif code == OPEN_LIST or code == OPEN_OBJECT then
         state = NESTED
-        editor.depth, editor.in_string, editor.escaped = 1, false, false
+        editor.depth, editor.in_string = 1, false
       elseif code == COMMA or code == CLOSE_OBJECT or code == CLOSE_LIST or code == COLON_SIGN then
         give_up(editor, "malformed")
         state = PASS
@@ -451,31 +477,103 @@ function json_edit.feed(editor, s, frozen)
               editor.owed = editor.owed - (editor.length and #editor.text or 0)
             end
           end
-          editor.edits = editor.edits + 1
+          editor.outcome = editor.outcome or "replaced"
         end
         if state ~= SCALAR then
           i = i + 1
         end
       end
-    elseif state == LIST then
-      local code
-      i, code = skip_space(s, i)
-      if code == OPEN_OBJECT then
-        editor.found, editor.empty = 0, false
-        state = FIRST_KEY
-      elseif code == CLOSE_LIST then
-        state = DONE
-      elseif code and code ~= COMMA then
-        give_up(editor, "not_object")
+    end
+
+    if state >= SCALAR and state <= NESTED then
+      local stop
+      if state == STRING then
+        stop, code, second, third = string_end(s, i, editor.escaped)
+        if not stop then
+          editor.escaped = code
+        elseif editor.escaped then
+          editor.escaped = nil
+        end
+      elseif state == NESTED then
+        stop, code = nested_end(editor, s, i), nil
+      else
+        stop, code = scalar_end(s, i), nil
+        if editor.scalar then
+          editor.scalar = editor.scalar .. sub(s, i, stop or size)
+          if stop or #editor.scalar > MAX_SCALAR then
+            local text = editor.text
+            if #editor.scalar <= MAX_SCALAR and not is_scalar(editor.scalar) then
+              text = editor.scalar
+              give_up(editor, "malformed")
+            end
+            editor.scalar = nil
+            out = out .. text
+            editor.owed = editor.owed - (editor.length and #text or 0)
+          end
+        end
+      end
+      if stop then
+        state = AFTER
+        i = stop + 1
+        if editor.target then
+          if editor.dropping then
+            out = out .. owe(editor, stop - from + 1)
+            from = i
+            editor.dropping, editor.erasing = false, false
+          end
+          editor.target = false
+          state = editor.failed and PASS or AFTER
+        end
+      else
+        i = size + 1
+      end
+    end
+
+    if state == AFTER then
+      if not code then
+        code, second, third = byte(s, i, i + 2)
+      end
+      if code and code <= 32 then
+        i, code = skip_space(s, i)
+        second = nil
+      end
+      if code == COMMA then
+        if editor.length and editor.found > 0 and not editor.keep and editor.owed < #editor.text then
+          comma = i
+        end
+        -- The next key follows at once as a rule, or behind one space.
+        if second == QUOTE then
+          state = KEY
+          i = i + 2
+        elseif second == 32 and third == QUOTE then
+          state = KEY
+          i = i + 3
+        else
+          state = NEXT_KEY
+          i = i + 1
+        end
+      elseif code == CLOSE_OBJECT and frozen and editor.found == 0 then
+        give_up(editor, "padded")
+        state = PASS
+      elseif code == CLOSE_OBJECT then
+        if editor.found == 0 then
+          local member = (editor.empty and "" or ",") .. json_edit.member(editor.name, editor.text)
+          out = (out or "") .. sub(s, from, i - 1) .. member
+          from = i
+          editor.owed = editor.owed - (editor.length and #member or 0)
+          editor.outcome = "inserted"
+        end
+        state = editor.in_list == "open" and LIST or DONE
+        i = i + 1
+      elseif code then
+        give_up(editor, "malformed")
         state = PASS
       end
-      i = i + 1
     elseif state == START then
       -- A byte order mark may stand before the text; all else that is no object goes on as it is.
       if i == 1 and editor.received == size and sub(s, 1, 3) == "\239\187\191" then
         i = 4
       end
-      local code
       i, code = skip_space(s, i)
       if code == OPEN_OBJECT then
         state = FIRST_KEY
@@ -493,62 +591,29 @@ function json_edit.feed(editor, s, frozen)
         give_up(editor, "not_object")
         state = PASS
       end
-    elseif state == WIDE or state == DONE or state == PASS then
-      break
-    else
-      -- Inside a value: SCALAR, STRING or NESTED.
-      local stop
-      if state == NESTED then
-        stop = nested_end(editor, s, i)
-      elseif state == STRING then
-        local escaped
-        stop, escaped = string_end(s, i, editor.escaped)
-        editor.escaped = escaped
-      else
-        local k = i
-        local code = byte(s, k)
-        while code and code ~= COMMA and code ~= CLOSE_OBJECT and code > 32 do
-          k = k + 1
-          code = byte(s, k)
-        end
-        if editor.scalar then
-          editor.scalar = editor.scalar .. sub(s, i, k - 1)
-        end
-        stop = code and k - 1
-        if editor.scalar and (stop or #editor.scalar > MAX_SCALAR) then
-          local text = editor.text
-          if #editor.scalar <= MAX_SCALAR and not is_scalar(editor.scalar) then
-            text = editor.scalar
-            give_up(editor, "malformed")
-          end
-          editor.scalar = nil
-          out = out .. text
-          editor.owed = editor.owed - (editor.length and #text or 0)
-        end
+    elseif state == LIST then
+      i, code = skip_space(s, i)
+      if code == OPEN_OBJECT then
+        editor.found, editor.empty = 0, false
+        state = FIRST_KEY
+      elseif code == CLOSE_LIST then
+        state = DONE
+      elseif code and code ~= COMMA then
+        give_up(editor, "not_object")
+        state = PASS
       end
-      if stop then
-        if editor.dropping then
-          out = out .. owe(editor, stop - from + 1)
-          from = stop + 1
-          editor.dropping, editor.erasing = false, false
-        end
-        editor.target = false
-        state = editor.failed and PASS or AFTER
-        i = stop + 1
-      else
-        i = size + 1
-      end
+      i = i + 1
     end
   end
 
   editor.state = state
-  if editor.length and #editor.head < 4 then
-    editor.head = sub(editor.head .. s, 1, 4)
+  if editor.length and (not editor.head or #editor.head < 4) then
+    editor.head = sub((editor.head or "") .. s, 1, 4)
   end
   if comma and not last then
     -- Whether this comma stays is not known yet: it waits, and is looked at again with what follows.
     out = (out or "") .. sub(s, from, comma - 1)
-    editor.key = nil
+    editor.key, editor.escaped = nil, nil
     if size - comma >= MAX_HELD then
       give_up(editor, "overfull")
       return out .. sub(s, comma)
