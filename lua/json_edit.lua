@@ -347,6 +347,39 @@ local function filler(editor)
   return rep(unit, math.floor(owed / #unit)) .. rep(" ", owed % #unit)
 end
 
+-- The position and state behind the text's first byte; START where that is not in this chunk.
+local function begin(editor, s)
+  local i = 1
+  -- A byte order mark may stand before the text; all else that is no object goes on as it is.
+  if editor.received == #s and sub(s, 1, 3) == "\239\187\191" then
+    i = 4
+  end
+  local code, second = byte(s, i, i + 1)
+  if code and code ~= OPEN_OBJECT then
+    i, code = skip_space(s, i)
+    while code == 239 or code == 187 or code == 191 do -- a byte order mark in pieces
+      i, code = skip_space(s, i + 1)
+    end
+    second = nil
+  end
+  if code == OPEN_OBJECT then
+    if second == QUOTE then
+      return i + 2, KEY
+    end
+    return i + 1, FIRST_KEY
+  elseif code == OPEN_LIST and editor.in_list then
+    editor.in_list = "open"
+    return i + 1, LIST
+  elseif code == 0 or code == 254 or code == 255 then
+    give_up(editor, "wide")
+    return i, WIDE
+  elseif code then
+    give_up(editor, "not_object")
+    return i, PASS
+  end
+  return i, START
+end
+
 -- Edits one chunk: the bytes to pass on instead of it, or nil where it is passed on as it is.
 --   frozen  true: it has to be passed on as it is. A member in it stays, and counts as none: one is added at
 --           the end, and readers take the last.
@@ -370,9 +403,15 @@ function json_edit.feed(editor, s, frozen)
     out = ""
   end
 
+  if state == START then
+    i, state = begin(editor, s)
+  end
+
   -- One turn of the loop is one member. The states stand in the order in which they follow each other, so that each
-  -- goes on to the next; at the end of a chunk there is no byte, and a state stays what it is. What is usual has no
-  -- loop of its own in here, else LuaJIT could not compile this one.
+  -- goes on to the next; at the end of a chunk there is no byte, and a state stays what it is.
+  --
+  -- LuaJIT compiles the loop once it has seen a turn that ends as it began, in KEY as a rule, and that meets no other
+  -- loop. So what is usual has none in here, and what is not a member is read before.
   while i <= size and state < DONE do
     local code, second, third -- the bytes from i on, where they are known already
 
@@ -572,28 +611,6 @@ function json_edit.feed(editor, s, frozen)
         i = i + 1
       elseif code then
         give_up(editor, "malformed")
-        state = PASS
-      end
-    elseif state == START then
-      -- A byte order mark may stand before the text; all else that is no object goes on as it is.
-      if i == 1 and editor.received == size and sub(s, 1, 3) == "\239\187\191" then
-        i = 4
-      end
-      i, code = skip_space(s, i)
-      if code == OPEN_OBJECT then
-        state = FIRST_KEY
-        i = i + 1
-      elseif code == OPEN_LIST and editor.in_list then
-        editor.in_list = "open"
-        state = LIST
-        i = i + 1
-      elseif code == 0 or code == 254 or code == 255 then
-        give_up(editor, "wide")
-        state = WIDE
-      elseif code == 239 or code == 187 or code == 191 then
-        i = i + 1 -- a byte order mark in pieces
-      elseif code then
-        give_up(editor, "not_object")
         state = PASS
       end
     elseif state == LIST then
