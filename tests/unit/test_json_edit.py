@@ -238,3 +238,79 @@ def test_nothing_is_kept_of_what_was_passed_on() -> None:
     for _ in range(200):
         assert _edit[b"feed"](editor, block) is None
     assert used() - before < 256
+
+
+SEPARATORS = ["", " ", "  ", "\n  ", "\t"]
+EVERY_KIND = ["1", "-0.70", "123456", "true", "false", "null", '"x"', '""', '"\\""', "[]", '{"b":"}"}']
+
+
+@pytest.mark.parametrize("value", EVERY_KIND)
+@pytest.mark.parametrize("promised", [True, False], ids=["length", "chunked"])
+def test_white_space_in_any_place_around_any_kind_of_value(value: str, promised: bool) -> None:
+    for before in SEPARATORS:
+        for after in SEPARATORS:
+            body = (
+                f'{{{before}"a"{before}:{after}{value}{before},{after}"priority"{after}:{before}{value}{after},'
+                f'{before}"b"{before}:{after}{value}{before}}}'
+            ).encode()
+            check(body, 5, [], promised)
+            for cut in range(len(body)):
+                check(body, -10, [cut], promised)
+
+
+@pytest.mark.parametrize("promised", [True, False], ids=["length", "chunked"])
+@pytest.mark.parametrize("end", ["}", ",", " }", "\n,"])
+def test_a_number_of_any_length_ends_where_it_ends(end: str, promised: bool) -> None:
+    for size in range(1, 12):
+        number = "1234567890123"[:size]
+        for body in (f'{{"a":{number}{end}', f'{{"priority":{number}{end}'):
+            whole = (body if body.endswith("}") else body + '"b":1}').encode()
+            for cut in range(len(whole)):
+                check(whole, 5, [cut], promised)
+
+
+@pytest.mark.parametrize("promised", [True, False], ids=["length", "chunked"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"a":,"b":1}', b'{"a": }', b'{"a":"x" "b":1}', b'{"a":"x", b":1}', b'{"a":"x",1}', b'{"a":"x", 1}',
+        b'{"a":"x",,"b":1}', b'{"a":"x":"b"}', b'{"a";"x"}', b'{"a" "x"}', b'{"a":1 "b":2}', b'{"a":1\x0b,"b":2}',
+        b'{"a":[1]"b":2}', b'{"a":"x"\x00,"b":1}', b'{"a":"x",\x0b"b":1}', b'{"a":\x0b]}', b'{;"a":1}',
+    ],
+)  # fmt: skip
+def test_one_wrong_byte_between_members_is_seen_wherever_the_text_is_cut(body: bytes, promised: bool) -> None:
+    for cuts in ([], list(range(len(body))), *([cut] for cut in range(len(body)))):
+        out, result = edit(body, 5, cuts, promised=promised)
+        assert out.rstrip(b" ") == body
+        assert result == "malformed"
+
+
+def test_keys_as_long_as_the_name_and_as_its_escaped_forms_are_not_taken_for_it() -> None:
+    keys = [
+        "messages",
+        "prioritz",
+        "max_tokens",
+        "stream_options",
+        "\\u0070riorit",
+        "\\u0070rioritz",
+        "p" * 48,
+        "p" * 49,
+    ]
+    body = ("{" + ",".join(f'"{key}":1' for key in keys) + "}").encode()
+    for cut in range(len(body)):
+        check(body, 5, [cut], promised=False)
+
+
+def test_a_byte_order_mark_in_pieces_and_white_space_stand_before_the_text() -> None:
+    for body in (b'\xef\xbb\xbf{"a":1}', b'\xef\xbb\xbf \n{ "a":1}', b' {"a":1}', b"\t{}"):
+        for cuts in ([], list(range(len(body))), *([cut] for cut in range(len(body)))):
+            out, result = edit(body, 5, cuts, promised=False)
+            assert (result, json.loads(out.decode("utf-8-sig"))["priority"]) == ("inserted", 5)
+
+
+def test_all_objects_of_a_list_get_the_member_however_it_is_cut() -> None:
+    body = b'[{"a":1},{"b":"x"}, {"priority":3} ,{}]'
+    wanted = [{"a": 1, "priority": 7}, {"b": "x", "priority": 7}, {"priority": 7}, {"priority": 7}]
+    for cut in range(len(body)):
+        out, _ = edit(body, 7, [cut], promised=False, lists=True)
+        assert json.loads(out) == wanted
