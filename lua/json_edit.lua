@@ -127,6 +127,10 @@ end
 
 -- Whether the byte at position i follows an odd number of backslashes, none of them before `first`.
 local function is_escaped(s, i, first)
+  -- One backslash as a rule: no loop for it, which LuaJIT would not compile into the loop around.
+  if i - 2 < first or byte(s, i - 2) ~= BACKSLASH then
+    return i - 1 >= first and byte(s, i - 1) == BACKSLASH
+  end
   local k = i - 1
   while k >= first and byte(s, k) == BACKSLASH do
     k = k - 1
@@ -196,6 +200,40 @@ local function depth_after(s, i, stop, depth, near)
   return depth
 end
 
+-- The same for few bytes, without a loop as long as there are no more than between two values as a rule.
+local function depth_after_few(s, i, stop, depth)
+  local a, b, c, d = byte(s, i, i + 3)
+  depth = depth + DEPTH_CHANGE[a]
+  if depth == 0 then
+    return 0, i
+  elseif i + 1 >= stop then
+    return depth
+  end
+  depth = depth + DEPTH_CHANGE[b]
+  if depth == 0 then
+    return 0, i + 1
+  elseif i + 2 >= stop then
+    return depth
+  end
+  depth = depth + DEPTH_CHANGE[c]
+  if depth == 0 then
+    return 0, i + 2
+  elseif i + 3 >= stop then
+    return depth
+  end
+  depth = depth + DEPTH_CHANGE[d]
+  if depth == 0 then
+    return 0, i + 3
+  end
+  for k = i + 4, stop - 1 do
+    depth = depth + DEPTH_CHANGE[byte(s, k)]
+    if depth == 0 then
+      return 0, k
+    end
+  end
+  return depth
+end
+
 -- Position of the bracket that ends the nested value, from position i on; nil where it is not in this chunk.
 --
 -- One turn of the loop is one quote, and its usual ways branch as little as they can: this is where the time
@@ -236,12 +274,11 @@ local function nested_end(editor, s, i)
         if at then
           return at
         end
-      else
-        for k = i, stop - 1 do
-          depth = depth + DEPTH_CHANGE[byte(s, k)]
-          if depth == 0 then
-            return k
-          end
+      elseif gap > 0 then
+        local at
+        depth, at = depth_after_few(s, i, stop, depth)
+        if at then
+          return at
         end
       end
       if not quote then
