@@ -220,7 +220,7 @@ def _ahead(results: Results) -> str:
             refused = results.get("probe", {}).get(other, {}).get(body, {}).get("status", 200) != 200
             cells.append(
                 "refused" if refused else "" if found is None
-                else f"{found.medians:.1f}{'' if bar is None or found.medians >= bar.ratio else ' (short)'}"
+                else f"{found.medians:.{1 if found.medians >= 2 else 2}f}{'' if bar is None or found.medians >= bar.ratio else ' (short)'}"
             )  # fmt: skip
         if any(cells):
             rows.append([body, f"{wanted:.0f}", *cells])
