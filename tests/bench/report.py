@@ -218,10 +218,11 @@ def _ahead(results: Results) -> str:
             found = ratio(results, OURS, other, "insert", body)
             wanted = bar.ratio if bar else wanted
             refused = results.get("probe", {}).get(other, {}).get(body, {}).get("status", 200) != 200
-            cells.append(
-                "refused" if refused else "" if found is None
-                else f"{found.medians:.{1 if found.medians >= 2 else 2}f}{'' if bar is None or found.medians >= bar.ratio else ' (short)'}"
-            )  # fmt: skip
+            if refused or found is None:
+                cells.append("refused" if refused else "")
+                continue
+            short = "" if bar is None or found.medians >= bar.ratio else " (short)"
+            cells.append(f"{found.medians:.{1 if found.medians >= 2 else 2}f}{short}")
         if any(cells):
             rows.append([body, f"{wanted:.0f}", *cells])
     names = _names(results)
