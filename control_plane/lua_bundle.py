@@ -7,6 +7,7 @@ works on all of them, is read once per worker and never per request, and is data
 serialiser, never by hand.
 """
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Literal
@@ -24,19 +25,25 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "behind": ("report", "answer"),
 }
 
+# A line that is nothing else.
+_COMMENT = re.compile(r"^ *--.*\n", re.MULTILINE)
+
 Setting = str | int | bool | None | Mapping[str, "Setting"]
 Script = Literal["filter", "behind"]
 
 
-def bundle(settings: Mapping[str, Setting], script: Script = "filter") -> str:
-    """A whole script for these settings. Keys with a None value are left out: nil in Lua."""
+def bundle(settings: Mapping[str, Setting], script: Script = "filter", *, comments: bool = True) -> str:
+    """A whole script for these settings. Keys with a None value are left out: nil in Lua.
+
+    `comments`: whether it is for people too. Without them it is a fifth shorter.
+    """
     parts = [f"local settings = {lua_literal(settings)}\n"]
     for name, needs in _NEEDS.items():
         if name in ("filter", "behind") and name != script:
             continue
         head = "" if name == script else f"local {name} = "
         parts.append(f"-- lua/{name}.lua\n{head}(function(...)\n{_source(name)}end)({', '.join(needs)});\n")
-    return "\n".join(parts)
+    return "\n".join(parts) if comments else _COMMENT.sub("", "\n".join(parts))
 
 
 def lua_literal(value: Setting) -> str:

@@ -212,8 +212,11 @@ OUTCOMES = (
 
 
 def filter_config(policy: Policy, role: Role, own: OwnEnvoy | None) -> Resource:
-    """The Lua filter's typed_config."""
-    return _lua(bundle(filter_settings(policy, role, own)))
+    """The Lua filter's typed_config.
+
+    An Envoy of our own may have its configuration as an argument, which Linux keeps below 128 KiB: no comments there.
+    """
+    return _lua(bundle(filter_settings(policy, role, own), comments=own is None))
 
 
 def behind_settings(policy: Policy) -> dict[str, Setting]:
@@ -247,7 +250,7 @@ def listeners(policy: Policy, placement: Placement) -> list[Resource]:
         second_filter={
             "name": _BEHIND_NAME,
             "disabled": True,
-            "typed_config": _lua(bundle(behind_settings(policy), "behind")),
+            "typed_config": _lua(bundle(behind_settings(policy), "behind", comments=False)),
         },
         buffer=_CONNECTION_BUFFER,
         window=_HTTP2_WINDOW,

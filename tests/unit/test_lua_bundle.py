@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from control_plane.lua_bundle import Setting, bundle, lua_literal
+from control_plane.lua_bundle import Script, Setting, bundle, lua_literal
 from control_plane.policy import ROLES, Policy, Role, parse_policies
 from control_plane.render import filter_settings
 
@@ -86,6 +86,16 @@ def test_a_route_cannot_break_out_of_its_literal(path: str) -> None:
     lua = luajit.LuaRuntime(encoding=None)
     lua.execute(bundle(filter_settings(policy, "render", None)).encode())
     assert read_back(filter_settings(policy, "render", None)["routes"])[path] == "request"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("script", ["filter", "behind"])
+def test_without_comments_it_is_the_same_program(script: Script) -> None:
+    read, bare = (bundle(filter_settings(Policy(), "engine", None), script, comments=kept) for kept in (True, False))
+    assert "\n--" in read
+    assert len(bare) < 0.85 * len(read)
+    lua = luajit.LuaRuntime(encoding=None)
+    compiled = lua.eval(b"function(script) return string.dump(assert(loadstring(script)), 'sd') end")
+    assert compiled(bare.encode()) == compiled(read.encode())
 
 
 def test_the_same_policy_makes_the_same_script() -> None:
