@@ -44,7 +44,7 @@ end
 local function edit(handle, headers, metadata)
   local verdict = { text = metadata.answer_value, source = metadata.answer_source, note = metadata.answer_note }
   local encoding = headers:get("content-encoding")
-  local outcome = (encoding and "encoded")
+  local outcome = (encoding and encoding ~= "identity" and "encoded")
     or (headers:get(":status") == "200" and priority.is_json(headers:get("content-type")) and "response_edited")
     or "not_json"
   if outcome ~= "response_edited" then

@@ -42,7 +42,7 @@ local SPOIL = "\0"
 local TEXT_REFUSALS = {
   wide = { 415, "not_json", "the body is UTF-16 or UTF-32, which takes no priority; allowed: UTF-8" },
   padded = { 400, "not_json", "the body's object is followed by too much white space" },
-  overfull = { 400, "ambiguous", "the body names its priority several times, too far apart; allowed: once" },
+  overfull = { 400, "ambiguous", "the body names its priority too often, or too far apart; allowed: once" },
 }
 
 local function too_large()
@@ -106,7 +106,7 @@ end
 -- from a client whose upstream is not there.
 local function edit_stream(handle, headers, verdict, length)
   local is_default = verdict == default
-  local growth = json_edit.growth(json_edit.member(MEMBER, verdict.text), not settings.reject_unmovable)
+  local growth = json_edit.growth(json_edit.member(MEMBER, verdict.text), is_default or not settings.reject_unmovable)
   headers:replace("content-length", format("%.0f", length + growth))
   local editor = json_edit.new(MEMBER, verdict.text, length, growth, is_default)
   local passed, refusal = 0, nil

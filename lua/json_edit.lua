@@ -20,6 +20,10 @@ local MAX_FILLER = 32
 -- A scalar that is longer is taken for well-formed: no integer that a server accepts is.
 local MAX_SCALAR = 64
 
+-- Members of the name in one object that are replaced. Each costs a copy of what a chunk became so far, so without a
+-- bound a text of nothing else would take its square in time.
+local MAX_FOUND = 256
+
 -- Bytes held back while a member that may have to be taken out is not yet seen whole.
 local MAX_HELD = 65536
 
@@ -111,7 +115,7 @@ end
 
 -- What came of it, once the text has ended: "inserted", "replaced", "kept" (a member was there and was to
 -- stay), or nil and why not: "malformed", "not_object", "wide" (UTF-16 or UTF-32), "overfull" (members that must go
--- are too far apart), "padded" (the object ended where nothing could be changed yet).
+-- are too far apart, or too many), "padded" (the object ended where nothing could be changed yet).
 function json_edit.result(editor)
   if editor.failed then
     return nil, editor.failed
@@ -481,7 +485,11 @@ function json_edit.feed(editor, s, frozen)
         else
           is_target = is_name(s, i, quote - 1, editor.name)
         end
-        if is_target and (editor.keep or not frozen) then
+        if is_target and editor.found == MAX_FOUND and not editor.keep then
+          give_up(editor, "overfull")
+          state, comma = PASS, nil
+          break
+        elseif is_target and (editor.keep or not frozen) then
           editor.target = true
           editor.found = editor.found + 1
           if comma then

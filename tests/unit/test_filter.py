@@ -272,6 +272,14 @@ def test_an_answer_that_cannot_carry_it_is_left_alone_and_said(head: tuple[tuple
     assert headers["content-length"] == "14"
 
 
+def test_an_answer_whose_encoding_is_none_is_edited() -> None:
+    head = ((":status", "200"), JSON, ("content-encoding", "identity"))
+    found = send(path=MESSAGES, answer=b'{"priority":0}', answer_head=head)
+    assert (found.answer, dict(found.answer_headers)[REPORT]) == (
+        b'{"priority":5}', "5; source=header; outcome=response_edited",
+    )  # fmt: skip
+
+
 def test_an_answer_without_a_priority_asked_for_is_left_alone() -> None:
     found = send(NO, path=MESSAGES)
     assert (found.answer, found.report) == (None, "none; outcome=absent")
@@ -329,6 +337,21 @@ def test_a_long_body_that_cannot_be_edited_passes_where_the_policy_forwards() ->
     found = send(body=body, size=16_384, policy=FORWARD)
     assert (found.refusal, found.report) == (None, "none; outcome=not_json")
     assert json.loads(found.body) == json.loads(body)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le"])
+def test_a_long_body_that_asked_for_nothing_stays_readable_under_a_default(encoding: str) -> None:
+    body = LONG.decode().encode(encoding)
+    found = send(NO, body, size=16_384, policy="default: 7")
+    assert (found.refusal, found.report) == (None, "none; outcome=not_json")
+    assert json.loads(found.body) == json.loads(body)
+
+
+@pytest.mark.parametrize("length", [True, False])
+def test_a_body_that_names_its_priority_without_number_is_refused(length: bool) -> None:
+    found = send(body=b"{" + b",".join([b'"priority":1'] * 5000) + b"}", length=length)
+    assert found.refusal is not None
+    assert (found.refusal[0], found.report) == (400, "none; outcome=ambiguous")
 
 
 def test_one_filter_serves_many_requests_alike() -> None:

@@ -223,6 +223,18 @@ def test_white_space_without_end_before_a_member_that_must_go_is_given_up_on() -
     assert result == "overfull"
 
 
+@pytest.mark.parametrize("promised", [True, False])
+@pytest.mark.parametrize("size", [1000, 64])
+def test_members_without_number_are_given_up_on_and_no_byte_behind_is_touched(size: int, promised: bool) -> None:
+    members = [b'"priority":123456'] * 256
+    most = b"{" + b",".join(members) + b"}"
+    assert edit(most, 5, list(range(0, len(most), size)), promised=promised)[1] == "replaced"
+    rest = b',"priority":1234567' * 3 + b',"a":1}'
+    out, result = edit(most[:-1] + rest, 5, list(range(0, len(most), size)), promised=promised)
+    assert result == "overfull"
+    assert out.rstrip(b" ").endswith(rest)
+
+
 def chunks(body: bytes, size: int) -> Iterator[bytes]:
     """The body in pieces of `size` bytes."""
     for start in range(0, len(body), size):
