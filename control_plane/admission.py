@@ -342,7 +342,7 @@ def _plan(
     name = asked.get(POLICY)
     policy = policies.choose(labels, name)
     if policy is None:
-        known = ", ".join(["default", *(entry.name for entry in policies.named)])
+        known = ", ".join(policies.by_name)
         raise _UninjectableError(f"annotation {POLICY}: {name!r} is no policy here; allowed: {known}")
     placement = Placement(
         role=role,

@@ -235,7 +235,6 @@ def create_app(settings: ServeSettings) -> FastAPI:
     async def api_policy() -> Response:
         """The policies in force, and the version of each role's filter config in a sidecar that began with it."""
         snapshot = policy.snapshot
-        policies = {"default": snapshot.policies.default, **{e.name: e.policy for e in snapshot.policies.named}}
         selectors = {entry.name: dict(entry.selector) for entry in snapshot.policies.named}
         return _json(
             200,
@@ -250,7 +249,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
                         "versions": {role: snapshot.version(name, entry, role) for role in ROLES},
                         "policy": entry.model_dump(mode="json"),
                     }
-                    for name, entry in policies.items()
+                    for name, entry in snapshot.policies.by_name.items()
                 ],
             },
         )

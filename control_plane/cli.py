@@ -56,7 +56,7 @@ def _policy(path: str | None, name: str | None) -> Policy:
     policies = _policies(path)
     chosen = policies.choose({}, name)
     if chosen is None:
-        known = ", ".join(["default", *(entry.name for entry in policies.named)])
+        known = ", ".join(policies.by_name)
         raise PolicyError(f"--policy-name: {path or 'the default policy'} has no policy {name!r}; allowed: {known}")
     return chosen
 

@@ -219,6 +219,11 @@ class Policies(_Model):
             taken.add(entry.name)
         return self
 
+    @property
+    def by_name(self) -> Mapping[str, Policy]:
+        """Every policy by its name, the default one first, under `default`."""
+        return {"default": self.default, **{entry.name: entry.policy for entry in self.named}}
+
     def choose(self, labels: Mapping[str, str], name: str | None = None) -> Policy | None:
         """The policy of that name (None where there is no such policy), or the first whose selector matches.
 

@@ -209,7 +209,7 @@ class Snapshot:
         self.policies = policies
         self._answers: _Bounded[Question, Answer] = _Bounded(25_000)
         self._rendered: _Bounded[tuple[object, ...], Answer] = _Bounded(500)
-        for name, policy in {"default": policies.default, **{e.name: e.policy for e in policies.named}}.items():
+        for name, policy in policies.by_name.items():
             for role in ROLES:
                 self._current(_of_one_born_with(policy, name, role))
 
@@ -222,21 +222,24 @@ class Snapshot:
         """What an asker gets that has nothing yet."""
         if asker.question is None:
             return Answer("not_found", reason=asker.reason)
-        known = self._answers.get(asker.question)
-        return self._current(asker.question) if known is None else known
+        return self._known(asker.question)
 
     def version(self, name: str, policy: Policy, role: Role) -> str:
         """The version of a named policy's filter config, for a sidecar that began with that policy."""
-        return self._current(_of_one_born_with(policy, name, role)).version
+        return self._known(_of_one_born_with(policy, name, role)).version
 
     def versions(self) -> list[str]:
         """The versions of all that was rendered so far."""
         return [answer.version for answer in self._rendered.values()]
 
+    def _known(self, question: Question) -> Answer:
+        known = self._answers.get(question)
+        return self._current(question) if known is None else known
+
     def _current(self, question: Question) -> Answer:
         policy = self.policies.choose(dict(question.labels), question.policy_name)
         if policy is None:
-            names = ", ".join(["default", *(entry.name for entry in self.policies.named)])
+            names = ", ".join(self.policies.by_name)
             answer = Answer(
                 "not_found",
                 reason=f"node.metadata.policy: {_shown(question.policy_name)} is unknown; allowed: {names}",

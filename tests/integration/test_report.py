@@ -1,7 +1,6 @@
 """What is said of a request, by whoever answers it, in Envoys and scripts that are not of one age."""
 
 import json
-import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from control_plane.render import Address, OwnEnvoy, Placement
 
 from .conftest import MESSAGES, RENDER, SidecarFactory
 from .sidecars import NAMESPACE, RunningSidecar, counted, load
+from .test_control_plane import free_port
 from .upstream import RecordingUpstream, answering, response
 from .wire import call, priority
 
@@ -162,19 +162,9 @@ def fronts(
 
 
 @pytest.mark.parametrize(("target", "outcome"), [(RENDER, "inserted"), (MESSAGES, None)])
-def test_an_answer_that_envoy_makes_up_says_it_too(
-    sidecar: SidecarFactory, free_port: int, target: str, outcome: str | None
-) -> None:
-    front = sidecar(to=Address("127.0.0.1", free_port), fresh=True)
+def test_an_answer_that_envoy_makes_up_says_it_too(sidecar: SidecarFactory, target: str, outcome: str | None) -> None:
+    front = sidecar(to=Address("127.0.0.1", free_port()), fresh=True)
     answer = call(front.address, target, b"{}", priority("5"))
     assert answer.status == 503
     assert answer.applied == (f"5; source=header; outcome={outcome}" if outcome else _NOT_JSON)
     assert call(front.address, "/v1/completions", b"{}", priority("5")).applied is None
-
-
-@pytest.fixture
-def free_port() -> int:
-    """A port on which nothing listens."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
