@@ -14,35 +14,43 @@ from typing import Literal
 
 from control_plane.package_data import read_text
 
-# What each file is handed, as its `...`; a script is what its file needs, in that order, and the file.
+# What each file receives as its `...`. A script consists of its own files and of what they need, in this order.
 _NEEDS: Mapping[str, tuple[str, ...]] = {
-    "json_edit": (),
+    "json_scan": (),
+    "json_edit": ("json_scan",),
+    "body": ("json_edit",),
     "priority": (),
-    "buffer": ("json_edit",),
     "report": ("settings",),
-    "answer": ("settings", "json_edit", "priority", "buffer", "report"),
-    "filter": ("settings", "json_edit", "priority", "buffer", "report", "answer"),
-    "behind": ("report", "answer"),
+    "rejection": ("settings", "priority"),
+    "response": ("settings", "json_edit", "priority", "body", "report"),
+    "filter": ("settings", "json_edit", "priority", "body", "report", "rejection", "response"),
+    "deferred": ("body", "rejection", "report"),
+    "on_response": ("response",),
 }
 
 # A line that is nothing else.
 _COMMENT = re.compile(r"^ *--.*\n", re.MULTILINE)
 
 Setting = str | int | bool | None | Mapping[str, "Setting"]
-Script = Literal["filter", "behind"]
+Script = Literal["filter", "deferred"]
 
 
-def bundle(settings: Mapping[str, Setting], script: Script = "filter", *, comments: bool = True) -> str:
-    """A whole script for these settings. Keys with a None value are left out: nil in Lua.
+def bundle(
+    settings: Mapping[str, Setting], script: Script = "filter", *, sees_responses: bool = False, comments: bool = True
+) -> str:
+    """Return a whole script for these settings. Keys whose value is None are left out, which is nil in Lua.
 
-    `comments`: whether it is for people too. Without them it is a fifth shorter.
+    `sees_responses`: whether Envoy calls it for responses, too. `comments`: whether to keep the comments, for people.
     """
+    entries = {script, "on_response"} if sees_responses else {script}
+    needed: set[str] = set(entries)
+    for name in reversed(list(_NEEDS)):
+        needed.update(_NEEDS[name] if name in needed else ())
     parts = [f"local settings = {lua_literal(settings)}\n"]
     for name, needs in _NEEDS.items():
-        if name in ("filter", "behind") and name != script:
-            continue
-        head = "" if name == script else f"local {name} = "
-        parts.append(f"-- lua/{name}.lua\n{head}(function(...)\n{_source(name)}end)({', '.join(needs)});\n")
+        if name in needed:
+            head = "" if name in entries else f"local {name} = "
+            parts.append(f"-- lua/{name}.lua\n{head}(function(...)\n{_source(name)}end)({', '.join(needs)});\n")
     return "\n".join(parts) if comments else _COMMENT.sub("", "\n".join(parts))
 
 

@@ -5,7 +5,7 @@ Past this module every function takes the frozen models and checks nothing again
 
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -95,6 +95,9 @@ class Routes(_Model):
     render: Literal["default"] | _Paths = Field(default="default", description="Routes on render servers.")
     engine: Literal["default"] | _Paths = Field(default="default", description="Routes on engines.")
     extra: _Paths = Field(default=(), description="More routes, on both roles.")
+    root_path: Annotated[str, StringConstraints(pattern=r"^(/[^/?#%\s]+)+$", max_length=256)] | None = Field(
+        default=None, description="The --root-path of vLLM: its routes are edited with and without this prefix."
+    )
 
     def for_role(self, role: Role) -> tuple[str, ...]:
         """Percent-decoded paths edited by a sidecar of this role, without repeats."""
@@ -103,12 +106,24 @@ class Routes(_Model):
             chosen = RENDER_ROUTES if role == "render" else ENGINE_ROUTES
         return tuple(dict.fromkeys((*chosen, *self.extra)))
 
+    def with_root(self, paths: Iterable[str]) -> list[str]:
+        """These paths, and each with `root_path` before it: vLLM serves both (starlette/_utils.py, get_route_path)."""
+        return [*paths, *(f"{self.root_path}{path}" for path in paths if self.root_path)]
+
+    def kinds(self, role: Role) -> dict[str, str]:
+        """Every percent-decoded path that is edited on this role, and what of it: "request" or "response"."""
+        paths = self.for_role(role)
+        kinds = ["response" if path in RESPONSE_ROUTES else "request" for path in paths]
+        return dict(zip(self.with_root(paths), kinds * 2, strict=False))
+
 
 class Limits(_Model):
-    """Bounds of the sidecar's own; null is none."""
+    """Limits of the sidecar's own."""
 
-    max_body_bytes: Annotated[int, Field(strict=True, ge=1, le=2**53)] | None = Field(
-        default=None, description="Largest request body on the edited routes; a larger one is answered with 413."
+    max_body_bytes: Annotated[int, Field(strict=True, ge=1, le=2**52)] | None = Field(
+        default=64 * 1024 * 1024,
+        description="Largest body whose priority is set, in bytes: it is held until it is complete. A larger one is "
+        "rejected with 413. null: no limit.",
     )
 
 

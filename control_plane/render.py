@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from ipaddress import ip_address
-from typing import Any, Self
+from typing import Any, Literal, Self
 from urllib.parse import quote
 
 import jinja2
@@ -24,7 +24,10 @@ Resource = dict[str, Any]
 """One Envoy or Kubernetes object, ready for yaml.dump or json.dumps."""
 
 FILTER_NAME = "vllm_priority"
-"""Name of the HTTP filter, its ECDS resource, its dynamic metadata namespace, and the prefix of its stats."""
+"""Name of the main filter, its ECDS resource, its dynamic metadata namespace, and the prefix of its stats."""
+
+DEFERRED_NAME = f"{FILTER_NAME}_deferred"
+"""Name of the deferred filter."""
 
 
 # RFC 1123, and the underscores that resolvers take. What ends in a number is an IPv4 address or a slip of the pen.
@@ -139,32 +142,27 @@ class Placement:
         return cls(role, DEFAULT_LISTEN[role], upstream[role], DEFAULT_ADMIN[role])
 
 
-# How the filter handles bodies in an Envoy of our own; templates and routes place the first four.
+# How bodies are handled in an Envoy that we configure.
 _CONNECTION_BUFFER = 262144
-"""Where Envoy stops reading from a client, up to a read of 128 KiB late: so it also bounds what it takes from one whose
-upstream is not there. Envoy 1.36 holds no larger body: it raises no limit by route; over HTTP/2 the window is it."""
-_HELD_BODY = 83886080
-"""The largest body that is held: only one of unknown length comes near."""
-_STREAM_ABOVE = 819200
-"""A longer body is not held but edited as it streams by, past `_PROVEN_AFTER` bytes."""
+"""Where Envoy stops reading from a client or a server while the other side does not keep up, in bytes."""
 _HTTP2_WINDOW = _CONNECTION_BUFFER
-"""Bytes an HTTP/2 client may send on although Envoy has stopped reading."""
-_PROVEN_AFTER = _CONNECTION_BUFFER + _HTTP2_WINDOW + 16384
-"""Once more than this has passed, the upstream's connection is up: the headers have left. Without it Envoy takes no
-further chunk over HTTP/1.1 once _CONNECTION_BUFFER has passed, and over HTTP/2 none once the window has as well. A
-route's limit cannot lower that, since Envoy only ever raises a stream's. The last chunk of a streamed body comes after
-the bound of its protocol: _STREAM_ABOVE less the largest chunk (_CONNECTION_BUFFER + 128 KiB; 16 KiB over HTTP/2)."""
+"""Bytes that an HTTP/2 client may send on although Envoy has stopped reading."""
+_HELD_HERE = 32768
+"""A longer body, and one of unknown length, is held by the deferred filter: HELD_HERE in lua/filter.lua."""
+_HELD_SLACK = 1048576
+"""Bytes that Envoy may hold beyond `limits.max_body_bytes`, so that the filter sees where a body passes that limit."""
+_UNLIMITED = 2**53
+"""Bytes that Envoy may hold where the policy sets no limit."""
 
 
 @dataclass(frozen=True)
-class OwnEnvoy:
-    """An Envoy configured here: its buffers are known, and it has clusters that count where Lua cannot (before 1.38).
+class ManagedEnvoy:
+    """An Envoy that we configure: its routes add the report to responses, and say where the deferred filter is on.
 
-    `report_header`: the header that it puts into answers by itself, with a second filter behind for what else answers
-    need; empty: no header. None: it was configured before there was that, and Lua sees to all of it.
+    `report_header`: the name under which they add it: that of the policy it started with; empty where they add none.
     """
 
-    report_header: str | None
+    report_header: str
 
     @classmethod
     def of(cls, policy: Policy) -> Self:
@@ -172,65 +170,90 @@ class OwnEnvoy:
         return cls(policy.report_header or "")
 
 
-def filter_settings(policy: Policy, role: Role, own: OwnEnvoy | None) -> dict[str, Setting]:
-    """What the Lua reads of a policy. Priorities are texts: Lua's numbers are doubles, which hold no int64.
+Place = ManagedEnvoy | Literal["mesh", "waypoint"]
+"""Where a filter runs: in an Envoy that we configure; in a mesh, with the deferred filter after it; or alone."""
 
-    `own`: the Envoy around it. None: one of somebody else's, where every edited body is held until it is whole.
-    """
-    added = own.report_header if own else None
-    answers_behind = added == (policy.report_header or "")
-    routes = policy.routes.for_role(role)
-    negate = policy.engine == "sglang"
+
+def filter_settings(policy: Policy, role: Role, place: Place) -> dict[str, Setting]:
+    """What the main filter's Lua reads of a policy. Priorities are texts: Lua's numbers cannot hold every int64."""
     default = policy.default_value
+    renamed = isinstance(place, ManagedEnvoy) and place.report_header != (policy.report_header or "")
     return {
         "header": policy.header,
         "report_header": policy.report_header,
         "keep_header": policy.keep_header,
         "reject_invalid": policy.on_invalid == "reject",
         "reject_unmovable": policy.on_unmovable == "reject",
-        "negate": negate,
+        "negate": policy.engine == "sglang",
         "default": None if default is None else str(default),
         "min": None if policy.range.min is None else str(policy.range.min),
         "max": None if policy.range.max is None else str(policy.range.max),
         "clamp": policy.range.outside == "clamp",
         "classes": {name: str(value) for name, value in policy.classes.items()},
-        "routes": {path: "response" if path in RESPONSE_ROUTES else "request" for path in routes},
+        "routes": policy.routes.kinds(role),
         "max_body_bytes": policy.limits.max_body_bytes,
-        "answers_behind": answers_behind,
-        "old_report_header": None if answers_behind else added or None,
-        "count_by_cluster": own is not None,
-        "stream_above": _STREAM_ABOVE if own else None,
-        "proven_after": _PROVEN_AFTER,
+        "deferred": place == "mesh",
+        "routes_report": place.report_header if isinstance(place, ManagedEnvoy) and renamed else None,
+        "count_by_cluster": isinstance(place, ManagedEnvoy),
     }
 
 
-# Each is a counter.
+def deferred_settings(policy: Policy, place: Place) -> dict[str, Setting]:
+    """What the deferred filter's Lua reads of the policy that its proxy starts with."""
+    managed = isinstance(place, ManagedEnvoy)
+    return {
+        "header": policy.header,
+        "report_header": policy.report_header,
+        "report_by_routes": managed,
+        "count_by_cluster": managed,
+    }
+
+
 OUTCOMES = (
-    "inserted", "replaced", "response_edited", "default", "absent", "invalid",
-    "out_of_range", "ambiguous", "not_json", "encoded", "too_large",
+    "inserted", "replaced", "kept", "response_edited", "absent",
+    "invalid", "out_of_range", "ambiguous", "invalid_path", "too_large",
+    "unsupported_media_type", "unsupported_charset", "unsupported_encoding",
+    "malformed_json", "not_an_object", "empty_body", "upstream_error",
 )  # fmt: skip
+"""What can become of a priority. Each has a counter."""
 
 
-def filter_config(policy: Policy, role: Role, own: OwnEnvoy | None) -> Resource:
-    """The Lua filter's typed_config.
+def filter_script(policy: Policy, role: Role, place: Place) -> str:
+    """The main filter's script. It sees responses where nothing else can: alone, and where the report is renamed."""
+    settings = filter_settings(policy, role, place)
+    sees_responses = place == "waypoint" or settings["routes_report"] is not None
+    return bundle(settings, sees_responses=sees_responses, comments=not isinstance(place, ManagedEnvoy))
 
-    An Envoy of our own may have its configuration as an argument, which Linux keeps below 128 KiB: no comments there.
-    """
-    return _lua(bundle(filter_settings(policy, role, own), comments=own is None))
+
+def deferred_script(policy: Policy, place: Place) -> str:
+    """The deferred filter's script."""
+    settings = deferred_settings(policy, place)
+    return bundle(settings, "deferred", sees_responses=True, comments=not isinstance(place, ManagedEnvoy))
 
 
-def behind_settings(policy: Policy) -> dict[str, Setting]:
-    """What the Lua of the second filter in an Envoy of our own reads of the policy that it starts with."""
-    return {"report_header": policy.report_header, "count_by_cluster": True}
+def filter_config(policy: Policy, role: Role, place: Place) -> Resource:
+    """The main filter's typed_config."""
+    return _lua(filter_script(policy, role, place))
+
+
+def deferred_config(policy: Policy, place: Place) -> Resource:
+    """The deferred filter's typed_config."""
+    return _lua(deferred_script(policy, place))
 
 
 def _lua(script: str) -> Resource:
     return _place("filter", filter_name=FILTER_NAME, script=script)
 
 
+def held_bytes(policy: Policy) -> int:
+    """How many bytes of one body a proxy has to hold."""
+    limit = policy.limits.max_body_bytes
+    return _UNLIMITED if limit is None else limit + _HELD_SLACK
+
+
 def listeners(policy: Policy, placement: Placement) -> list[Resource]:
     """The Envoy listeners: the sidecar's own, and the health one where the placement has it."""
-    typed_config = filter_config(policy, placement.role, OwnEnvoy.of(policy))
+    typed_config = filter_config(policy, placement.role, ManagedEnvoy.of(policy))
     if placement.control_plane:
         http_filter = _place(
             "discovered_filter",
@@ -247,10 +270,10 @@ def listeners(policy: Policy, placement: Placement) -> list[Resource]:
         access_log=placement.access_log,
         log_fields=_LOG_FIELDS,
         http_filter=http_filter,
-        second_filter={
-            "name": _BEHIND_NAME,
+        deferred_filter={
+            "name": DEFERRED_NAME,
             "disabled": True,
-            "typed_config": _lua(bundle(behind_settings(policy), "behind", comments=False)),
+            "typed_config": deferred_config(policy, ManagedEnvoy.of(policy)),
         },
         buffer=_CONNECTION_BUFFER,
         window=_HTTP2_WINDOW,
@@ -293,7 +316,7 @@ def node_metadata(policy: Policy, placement: Placement) -> Resource:
         "listen": str(placement.listen),
         "upstream": str(placement.upstream),
         "labels": dict(placement.labels),
-        "report_header": OwnEnvoy.of(policy).report_header,
+        "report_header": ManagedEnvoy.of(policy).report_header,
     } | ({"policy": placement.policy_name} if placement.policy_name else {})
 
 
@@ -331,8 +354,10 @@ def istio(policy: Policy, placement: Placement) -> list[Resource]:
             metadata=_object_metadata(placement),
             selector=dict(placement.attachment.selector or {ROLE_LABEL: placement.role}),
             filter_name=FILTER_NAME,
-            held_body=_HELD_BODY,
-            typed_config=filter_config(policy, placement.role, None),
+            deferred_name=DEFERRED_NAME,
+            held_bytes=held_bytes(policy),
+            typed_config=filter_config(policy, placement.role, "mesh"),
+            deferred_config=deferred_config(policy, "mesh"),
         )
     ]
 
@@ -354,7 +379,7 @@ def istio_waypoint(policy: Policy, placement: Placement) -> list[Resource]:
             "istio_waypoint",
             metadata=_object_metadata(replace(placement, attachment=attachment)),
             service=service["name"],
-            script=bundle(filter_settings(policy, placement.role, None)),
+            script=filter_script(policy, placement.role, "waypoint"),
         )
     ]
 
@@ -375,7 +400,7 @@ def envoy_gateway(policy: Policy, placement: Placement) -> list[Resource]:
             [{"path": {"type": "Exact", "value": path}, "method": "POST"} for path in paths]
             for paths in _gateway_paths(policy, placement.role)
         ],
-        script=bundle(filter_settings(policy, placement.role, None)),
+        scripts=[filter_script(policy, placement.role, "mesh"), deferred_script(policy, "mesh")],
     )
     return [placed["route"], placed["extension_policy"]]
 
@@ -457,9 +482,6 @@ def to_yaml(documents: list[Resource]) -> str:
     return yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=1000, explicit_start=len(documents) > 1)
 
 
-_BEHIND_NAME = f"{FILTER_NAME}_behind"
-"""The second filter, lua/behind.lua: off but on the routes that may need it."""
-
 _FORWARDED_PROTO_NOTE = "x-vllm-priority-forwarded-proto"
 
 _WITHOUT_LUA = {
@@ -471,7 +493,7 @@ _WITHOUT_LUA = {
 
 
 def _report_headers(policy: Policy) -> list[Resource]:
-    """What puts the report into an answer, Envoy's own too: a Lua function for it costs three times as much."""
+    """What adds the report to a response, Envoy's own included. Lua would take three times as long."""
     if not policy.report_header:
         return []
     value = f"%DYNAMIC_METADATA({FILTER_NAME}:report)%"
@@ -480,34 +502,33 @@ def _report_headers(policy: Policy) -> list[Resource]:
 
 
 def _routes(policy: Policy) -> list[Resource]:
-    """Every request goes to the one cluster; routes differ in what they take away and hold, and in whether Lua runs.
+    """Every request goes to the one cluster; routes differ in what they remove and hold, and in which filters run.
 
     No policy can edit another method than POST, or a route on which vLLM reads the header itself: Lua is off there. The
-    second filter runs where a body is streamed or held behind, and where it is the answer that is edited.
+    deferred filter runs where a body may be edited in chunks, and where the response is edited.
     """
     not_post = {"name": ":method", "string_match": {"exact": "POST"}, "invert_match": True}
-    long = {"name": "content-length", "range_match": {"start": _STREAM_ABOVE + 1, "end": 2**63 - 1}}
+    long = {"name": "content-length", "range_match": {"start": _HELD_HERE + 1, "end": 2**63 - 1}}
     unknown_length = {"name": "content-length", "present_match": True, "invert_match": True}
-    reports = {"response_headers_to_add": _report_headers(policy)}
-    held = {"request_body_buffer_limit": _HELD_BODY}
-    behind = {
+    edited = {"response_headers_to_add": _report_headers(policy), "request_body_buffer_limit": held_bytes(policy)}
+    deferred = edited | {
         "typed_per_filter_config": {
-            _BEHIND_NAME: {"@type": "type.googleapis.com/envoy.config.route.v3.FilterConfig", "config": {}}
-        }
+            DEFERRED_NAME: {"@type": "type.googleapis.com/envoy.config.route.v3.FilterConfig", "config": {}}
+        },
+        # The main filter edits chunks only where this says that they will be held.
+        "metadata": {"filter_metadata": {FILTER_NAME: {"deferred": True}}},
     }
-    # So that no script counts on the second filter in an Envoy that was configured before there was one.
-    held_behind = {"metadata": {"filter_metadata": {FILTER_NAME: {"held_behind": True}}}}
     without_lua = {"typed_per_filter_config": _WITHOUT_LUA}
-    # Lua decodes a path as vLLM does, and Envoy compares it as it came.
+    # Lua decodes a path as vLLM does; Envoy compares it as it came.
     percent_encoded = {"name": ":path", "string_match": {"contains": "%"}}
     kinds: list[tuple[Resource, Resource]] = [
         ({"prefix": "/", "headers": [not_post]}, without_lua),
-        *(({"path": path}, without_lua) for path in sorted(READS_HEADER)),
-        ({"prefix": "/", "headers": [long]}, reports | behind),
-        ({"prefix": "/", "headers": [unknown_length]}, reports | behind | held | held_behind),
-        *(({"path": path}, reports | behind | held) for path in sorted(RESPONSE_ROUTES)),
-        ({"prefix": "/", "headers": [percent_encoded]}, reports | behind | held),
-        ({"prefix": "/"}, reports | held),
+        *(({"path": path}, without_lua) for path in sorted(policy.routes.with_root(READS_HEADER))),
+        ({"prefix": "/", "headers": [long]}, deferred),
+        ({"prefix": "/", "headers": [unknown_length]}, deferred),
+        *(({"path": path}, deferred) for path in sorted(policy.routes.with_root(RESPONSE_ROUTES))),
+        ({"prefix": "/", "headers": [percent_encoded]}, deferred),
+        ({"prefix": "/"}, edited),
     ]
     routes = []
     noted = {"name": _FORWARDED_PROTO_NOTE, "present_match": True}

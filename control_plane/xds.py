@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from control_plane import render
 from control_plane.errors import BadInput
 from control_plane.policy import ROLES, Policies, Policy, Role
-from control_plane.render import FILTER_NAME, Address, OwnEnvoy, Placement, Resource
+from control_plane.render import FILTER_NAME, Address, ManagedEnvoy, Placement, Resource
 
 State = Literal["found", "not_modified", "not_found"]
 
@@ -32,7 +32,7 @@ class ResourceType:
 
 
 def _extension_configs(policy: Policy, question: "Question") -> list[Resource]:
-    own = OwnEnvoy(question.report_header)
+    own = ManagedEnvoy(question.report_header)
     return [{"name": FILTER_NAME, "typed_config": render.filter_config(policy, question.role, own)}]
 
 
@@ -76,8 +76,8 @@ class Question:
     labels: tuple[tuple[str, str], ...]
     listen: Address | None
     upstream: Address | None
-    report_header: str | None = None
-    """As in render.OwnEnvoy; only for extension configs."""
+    report_header: str = ""
+    """As in render.ManagedEnvoy; only for extension configs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ def read_asker(kind: str, body: bytes) -> Asker:
             tuple(sorted((metadata.labels or {}).items())),
             _address(metadata.listen, "listen", render.DEFAULT_LISTEN[role]) if placed else None,
             _address(metadata.upstream, "upstream", render.DEFAULT_UPSTREAM[role]) if placed else None,
-            None if placed else metadata.report_header,
+            "" if placed else metadata.report_header or "",
         )
     error_line = " ".join(request.error_detail.message.split())[:500] if request.error_detail else ""
     return Asker(request.node.id, kind, metadata.role, question, reason, error_line, request.version_info)
@@ -257,7 +257,7 @@ class Snapshot:
 
 
 def _of_one_born_with(policy: Policy, name: str, role: Role) -> Question:
-    return Question("extension_configs", role, name, (), None, None, OwnEnvoy.of(policy).report_header)
+    return Question("extension_configs", role, name, (), None, None, ManagedEnvoy.of(policy).report_header)
 
 
 _NOT_MODIFIED = Answer("not_modified")

@@ -1,7 +1,7 @@
--- The header's value, the routes and the policy: all that can be decided without a body. No Envoy in here.
+-- The header's value, the routes and the policy: what can be decided without a body. Nothing of Envoy is used here.
 --
--- A priority is kept as text from end to end. Lua's numbers are doubles, which hold no int64, and its
--- tonumber takes "0x10", "1e3" and "inf" for numbers.
+-- A priority is text from end to end. Lua's numbers are doubles, which cannot hold every int64, and its tonumber
+-- accepts "0x10", "1e3" and "inf".
 
 local byte, char, find, format, gsub, lower, match, sub =
   string.byte, string.char, string.find, string.format, string.gsub, string.lower, string.match, string.sub
@@ -10,29 +10,29 @@ local priority = {}
 
 local INT64_MIN, INT64_MAX = "-9223372036854775808", "9223372036854775807"
 
--- Values and paths repeat from request to request, so what was found for one is kept: for this many at most,
--- and none that is longer. Who sends ever new ones gets no memory.
-local MAX_KEPT, MAX_KEPT_LENGTH = 1024, 256
+-- Results are memoized, because header values and paths repeat. The cache holds at most MAX_CACHED entries and skips
+-- long keys, so clients cannot grow it without bound.
+local MAX_CACHED, MAX_CACHED_LENGTH = 1024, 256
 
-local function kept(find_out)
-  local known, count = {}, 0
+local function memoized(work_out)
+  local cache, count = {}, 0
   return function(key)
-    local found = known[key]
+    local found = cache[key]
     if found == nil then
-      if #key > MAX_KEPT_LENGTH then
-        return find_out(key)
+      if #key > MAX_CACHED_LENGTH then
+        return work_out(key)
       end
-      if count >= MAX_KEPT then
-        known, count = {}, 0
+      if count >= MAX_CACHED then
+        cache, count = {}, 0
       end
-      found = find_out(key)
-      known[key], count = found, count + 1
+      found = work_out(key)
+      cache[key], count = found, count + 1
     end
     return found
   end
 end
 
--- Whether decimal a is below decimal b; both as written by canonical().
+-- Whether decimal a is less than decimal b, both as written by canonical().
 local function is_below(a, b)
   local a_negative, b_negative = byte(a) == 45, byte(b) == 45
   if a_negative ~= b_negative then
@@ -47,15 +47,15 @@ local function is_below(a, b)
   return a < b
 end
 
--- A text without the white space around it. Its time grows with the text and not with the text's square, as
--- "^%s*(.-)%s*$" does: a header's value may be 90 KB long.
+-- A text without the white space around it, in linear time. The pattern "^%s*(.-)%s*$" takes quadratic time, and a
+-- header's value may be 90 KB long.
 local function trimmed(text)
   local first = find(text, "%S")
   return first and match(text, "^.*%S", first) or ""
 end
 
--- The plain decimal of what Python's int() reads: a sign, ASCII digits, single underscores between digits. The
--- white space that it takes around them is gone. nil for all else.
+-- The plain decimal of a text that Python's int() accepts: a sign, ASCII digits, single underscores between digits. The
+-- white space around it has been removed. nil for any other text.
 local function canonical(text)
   local sign, digits = match(text, "^([+-]?)(%d[%d_]*)$")
   if not digits or find(digits, "__", 1, true) or sub(digits, -1) == "_" then
@@ -72,7 +72,7 @@ local function negated(text)
   return byte(text) == 45 and sub(text, 2) or "-" .. text
 end
 
--- A text as a JSON string, its bytes beyond ASCII as escapes, cut where it is long.
+-- A text as a JSON string. Bytes beyond ASCII are escaped, and a long text is cut.
 local function quoted(text)
   if #text > 500 then
     text = sub(text, 1, 497) .. "..."
@@ -99,12 +99,14 @@ function priority.error_body(code, message, param)
   )
 end
 
--- What a header's value means under these settings: a function of the raw value. It gives a table with
---   text     the priority to write, or nil
+-- Returns a function that reads a header's raw value under these settings, and the verdict of a request without a value
+-- (nil where the policy has no default). A verdict is a table of
+--   text     the priority to write, or nil where the value is rejected
 --   source   "header", "class" or "default"
---   outcome  why there is no text: "invalid" or "out_of_range"
+--   note     what the report adds: "; clamped", or ""
+--   outcome  why the value is rejected: "invalid" or "out_of_range"
 --   message  the same, for a person
---   note     what else the report says of it: "; clamped", or ""
+--   status   the status to reject it with
 function priority.reader(settings)
   local minimum, maximum = settings.min or INT64_MIN, settings.max or INT64_MAX
   local names = {}
@@ -113,13 +115,14 @@ function priority.reader(settings)
   end
   table.sort(names)
   local or_class = #names > 0 and ", or a class: " .. table.concat(names, ", ") or ""
-  local allowed = format("an integer within %s..%s%s", minimum, maximum, or_class)
+  local valid = format("Use an integer from %s to %s%s", minimum, maximum, or_class)
 
-  local function refused(raw, outcome, what)
+  local function rejected(raw, outcome, what)
     if #raw > 40 then
       raw = sub(raw, 1, 37) .. "..."
     end
-    return { outcome = outcome, message = format("%s: '%s' %s; allowed: %s", settings.header, raw, what, allowed) }
+    local message = format("%s: '%s' %s. %s", settings.header, raw, what, valid)
+    return { outcome = outcome, message = message, status = 400 }
   end
 
   local function accepted(text, source, note)
@@ -129,7 +132,7 @@ function priority.reader(settings)
     return { text = text, source = source, note = note }
   end
 
-  local read = kept(function(raw)
+  local read = memoized(function(raw)
     local name = trimmed(raw)
     local class = settings.classes[name]
     if class then
@@ -137,12 +140,12 @@ function priority.reader(settings)
     end
     local text = canonical(name)
     if not text then
-      return refused(raw, "invalid", #names > 0 and "is no integer and no class" or "is no integer")
+      return rejected(raw, "invalid", "is not an integer" .. (#names > 0 and " or a class" or ""))
     end
     local below, above = is_below(text, minimum), is_below(maximum, text)
     if not below and not above then
       if settings.negate and text == INT64_MIN then
-        return refused(raw, "out_of_range", "cannot be negated")
+        return rejected(raw, "out_of_range", "cannot be negated")
       end
       return accepted(text, "header", "")
     end
@@ -150,14 +153,14 @@ function priority.reader(settings)
     if settings.clamp and bound then
       return accepted(bound, "header", "; clamped")
     end
-    return refused(raw, "out_of_range", "is out of range")
+    return rejected(raw, "out_of_range", "is out of range")
   end)
 
   local default = settings.default and accepted(settings.default, "default", "")
   return read, default
 end
 
--- Whether Python's and vLLM's media type is application/json: any case, parameters ignored
+-- Whether vLLM accepts this content-type: application/json in any case, parameters ignored
 -- (vllm/entrypoints/utils.py, validate_json_request).
 function priority.is_json(content_type)
   if content_type == "application/json" then
@@ -170,13 +173,14 @@ local function decoded(digits)
   return char(tonumber(digits, 16))
 end
 
--- What is edited for a request target: "request", "response", or false. Routes are matched as Starlette does:
--- on the percent-decoded path, without its query, case and slashes as they are.
+-- Returns a function that says what is edited for a request target: "request", "response", or false; or "control
+-- character" where its path has one. Routes are matched as Starlette does: on the percent-decoded path, without its
+-- query, case and slashes as they are. Starlette would also match a path that ends in a newline (its regex ends in $).
 function priority.router(settings)
   local routes = settings.routes
-  local unusual = kept(function(target)
+  local unusual = memoized(function(target)
     local path = gsub(match(target, "^[^?#]*"), "%%(%x%x)", decoded)
-    return routes[path] or false
+    return find(path, "[%z\1-\31\127]") and "control character" or routes[path] or false
   end)
   return function(target)
     if not target then

@@ -1,4 +1,4 @@
--- What came of a priority, said where it is looked for: in a counter, in the access log, and in the answer.
+-- Says what became of a priority where it is looked for: in a counter, in the access log, and in the response.
 
 local settings = ...
 
@@ -6,8 +6,8 @@ local NAMESPACE = "vllm_priority"
 
 local report = { NAMESPACE = NAMESPACE }
 
--- Envoy has no counters for Lua before 1.38. There a call to a cluster without endpoints is counted by Envoy
--- itself: nothing is sent, and nothing is waited for.
+-- Envoy offers Lua no counters before 1.38. There, a call to a cluster without endpoints is counted by Envoy itself:
+-- nothing is sent, and nothing is waited for.
 local NO_CALL = { [":method"] = "GET", [":path"] = "/", [":authority"] = "count" }
 
 local function count(handle, outcome)
@@ -18,7 +18,7 @@ local function count(handle, outcome)
   end
 end
 
--- An outcome in words; verdict nil: nothing was applied.
+-- An outcome as a text. Without a verdict, no priority was applied.
 function report.of(outcome, verdict)
   if not verdict then
     return "none; outcome=" .. outcome
@@ -26,8 +26,8 @@ function report.of(outcome, verdict)
   return verdict.text .. "; source=" .. verdict.source .. "; outcome=" .. outcome .. verdict.note
 end
 
--- Where the access log and the answer find it. One entry of metadata and not one for each part: an entry costs as
--- much as the scan of a small body.
+-- Leaves a text for the access log and the response. It is one entry of metadata and not one for each part, since an
+-- entry costs as much as the scan of a small body.
 function report.note(handle, text)
   handle:streamInfo():dynamicMetadata():set(NAMESPACE, "report", text)
 end

@@ -6,9 +6,18 @@ from typing import Any
 from control_plane.fleet import STANDINGS
 from control_plane.render import FILTER_NAME, OUTCOMES
 
-REFUSED = ("invalid", "out_of_range", "ambiguous")
+REFUSED = ("invalid", "out_of_range", "ambiguous", "invalid_path")
 """Outcomes of a header that is no priority. What is done with one is the policy's on_invalid."""
-LOST = ("not_json", "encoded")
+LOST = (
+    "unsupported_media_type",
+    "unsupported_charset",
+    "unsupported_encoding",
+    "malformed_json",
+    "not_an_object",
+    "empty_body",
+    "upstream_error",
+    "too_large",
+)
 """Outcomes of a priority that the body cannot carry. What is done with it is the policy's on_unmovable."""
 
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
@@ -20,8 +29,8 @@ def dashboard() -> str:
     """The dashboard's JSON, for Grafana's import and for the chart's ConfigMap."""
     panels = [
         _stat("Requests with a priority", _total(OUTCOMES, less=("absent",)), "reqps", 0, 0),
-        _stat("Headers that are no priority", _share(REFUSED), "percentunit", 6, 0, warn_at=0.01),
-        _stat("Bodies that can carry none", _share(LOST), "percentunit", 12, 0, warn_at=0.01),
+        _stat("Headers that are not a valid priority", _share(REFUSED), "percentunit", 6, 0, warn_at=0.01),
+        _stat("Bodies that cannot carry a priority", _share(LOST), "percentunit", 12, 0, warn_at=0.01),
         _stat("Sidecars not up to date", _sidecars('standing!="up_to_date"'), "short", 18, 0, warn_at=1),
         _series("Requests by outcome", [(_rate(outcome), outcome) for outcome in OUTCOMES], "reqps", 0, 4, 12),
         _series(

@@ -156,19 +156,22 @@ class GatewayProxy(RunningSidecar):
             self.role, placement.listen, service, placement.admin))  # fmt: skip
         (target,) = extension["spec"]["targetRefs"]
         assert (target["kind"], target["name"]) == ("HTTPRoute", route["metadata"]["name"])
-        (lua,) = extension["spec"]["lua"]
-        source = {"inline_string": lua["inline"]}
-        name, policy_name = "envoy.filters.http.lua/default/eg/http/0", f"default/{extension['metadata']['name']}/lua/0"
         listener = yaml.safe_load(_GATEWAY)
         (manager,) = (entry["typed_config"] for entry in listener["filter_chains"][0]["filters"])
-        lua_filter = {"@type": f"{_API}.http.lua.v3.Lua"}
-        per_route = {"@type": f"{_API}.http.lua.v3.LuaPerRoute"}
-        if self.scripts_in_routes:
-            per_route["source_code"] = source  # type: ignore[assignment]
-        else:
-            lua_filter["source_codes"] = {policy_name: source}  # type: ignore[assignment]
-            per_route["name"] = policy_name
-        manager["http_filters"].insert(0, {"name": name, "disabled": True, "typed_config": lua_filter})
+        per_filter: dict[str, Any] = {}
+        for index, lua in enumerate(extension["spec"]["lua"]):
+            source = {"inline_string": lua["inline"]}
+            name = f"envoy.filters.http.lua/default/eg/http/{index}"
+            policy_name = f"default/{extension['metadata']['name']}/lua/{index}"
+            lua_filter: dict[str, Any] = {"@type": f"{_API}.http.lua.v3.Lua"}
+            per_route: dict[str, Any] = {"@type": f"{_API}.http.lua.v3.LuaPerRoute"}
+            if self.scripts_in_routes:
+                per_route["source_code"] = source
+            else:
+                lua_filter["source_codes"] = {policy_name: source}
+                per_route["name"] = policy_name
+            manager["http_filters"].insert(index, {"name": name, "disabled": True, "typed_config": lua_filter})
+            per_filter[name] = per_route
         routes = [
             {
                 "match": {
@@ -176,7 +179,7 @@ class GatewayProxy(RunningSidecar):
                     "headers": [{"name": ":method", "string_match": {"exact": match["method"]}}],
                 },
                 "route": {"cluster": "httproute/default/vllm/rule/0", "timeout": rule["timeouts"]["request"]},
-                "typed_per_filter_config": {name: per_route},
+                "typed_per_filter_config": per_filter,
             }
             for rule in route["spec"]["rules"]
             for match in rule["matches"]

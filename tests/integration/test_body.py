@@ -32,7 +32,7 @@ def test_b1_only_the_top_level_member_of_that_exact_name_counts(
     assert answer.status == 200
     assert answer.applied == "4; source=header; outcome=inserted"
     assert_moved(upstream.only, DECOYS, 4)
-    assert upstream.only.body.rstrip() == DECOYS[:-1] + b',"priority":4}'
+    assert upstream.only.body == DECOYS[:-1] + b',"priority":4}'
 
 
 def test_b2_every_other_member_keeps_its_bytes_and_its_order(
@@ -194,7 +194,7 @@ def test_b7_an_encoded_body_is_refused(
 ) -> None:
     answer = call(front.address, RENDER, GZIPPED, priority("5"), (b"Content-Encoding", encoding), transport=transport)
     assert answer.status == 415
-    assert answer.applied == "none; outcome=encoded"
+    assert answer.applied == "none; outcome=unsupported_encoding"
     assert_refused(answer.body, "Unsupported Media Type", 415, param="x-vllm-priority")
     assert upstream.requests == []
 
@@ -205,7 +205,7 @@ def test_b7_an_encoded_body_is_forwarded_to_the_byte_where_the_policy_says_so(
 ) -> None:
     front = sidecar(policy="on_unmovable: forward")
     answer = call(front.address, RENDER, body, priority("5"), (b"Content-Encoding", b"gzip"), transport=transport)
-    assert (answer.status, answer.applied) == (200, "none; outcome=encoded")
+    assert (answer.status, answer.applied) == (200, "none; outcome=unsupported_encoding")
     assert upstream.only.body == body
     assert upstream.only.all("content-encoding") == ["gzip"]
 
@@ -221,7 +221,7 @@ def test_b7_a_body_that_is_not_called_json_is_refused(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, media_type: bytes | None
 ) -> None:
     answer = call(front.address, RENDER, b"{}", priority("5"), transport=transport, content_type=media_type)
-    assert (answer.status, answer.applied) == (415, "none; outcome=not_json")
+    assert (answer.status, answer.applied) == (415, "none; outcome=unsupported_media_type")
     assert_refused(answer.body, "Unsupported Media Type", 415, param="x-vllm-priority")
     assert upstream.requests == []
 
@@ -232,7 +232,7 @@ def test_b7_a_body_that_is_not_called_json_is_forwarded_where_the_policy_says_so
 ) -> None:
     front = sidecar(policy="on_unmovable: forward")
     answer = call(front.address, RENDER, b'{"a":1}', priority("5"), transport=transport, content_type=media_type)
-    assert (answer.status, answer.applied) == (200, "none; outcome=not_json")
+    assert (answer.status, answer.applied) == (200, "none; outcome=unsupported_media_type")
     assert upstream.only.body == b'{"a":1}'
 
 
@@ -263,9 +263,9 @@ def test_b8_odd_bytes_are_kept_and_the_length_is_right(
     assert _post(front, "6", body, transport).status == 200
     request = upstream.only
     if b"priority" in body:
-        assert request.body.rstrip(b" ") == body.replace(b":2}", b":6}")
+        assert request.body == body.replace(b":2}", b":6}")
     else:
-        assert request.body.rstrip(b" ") == body[:-1] + b',"priority":6}'
+        assert request.body == body[:-1] + b',"priority":6}'
 
 
 def test_b8_a_nul_behind_the_object_is_malformed_and_goes_on(
@@ -295,9 +295,20 @@ def test_b9_readers_of_the_first_and_of_the_last_duplicate_agree(
 
 @pytest.mark.parametrize(
     "old",
-    [b"1", b"-1.5e+10", b"null", b"true", b'"5"', b'"a\\"}b"', b"[]", b"[1,[2,{}]]", b'{"priority":{}}', b"NaN",
-     b'"' + b"x" * 5000 + b'"', b"1" * 300],
-)  # fmt: skip
+    [
+        b"1",
+        b"-1.5e+10",
+        b"null",
+        b"true",
+        b'"5"',
+        b'"a\\"}b"',
+        b"[]",
+        b"[1,[2,{}]]",
+        b'{"priority":{}}',
+        b'"' + b"x" * 4000 + b'"',
+        b"1" * 300,
+    ],
+)
 def test_b9_an_old_value_of_any_kind_is_replaced_where_it_stands(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, old: bytes
 ) -> None:
@@ -311,7 +322,7 @@ def test_b10_a_body_in_utf_16_or_32_is_refused(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, encoding: str
 ) -> None:
     answer = _post(front, "5", '{"prompt":"é","priority":2}'.encode(encoding), transport)
-    assert (answer.status, answer.applied) == (415, "none; outcome=not_json")
+    assert (answer.status, answer.applied) == (415, "none; outcome=unsupported_charset")
     assert_refused(answer.body, "Unsupported Media Type", 415, param="x-vllm-priority")
     assert upstream.requests == []
 
@@ -334,8 +345,8 @@ def test_b10_a_body_in_utf_16_or_32_can_still_be_read_where_the_policy_forwards_
     document = {"prompt": "é", "priority": 2}
     body = json.dumps(document, ensure_ascii=False).encode(encoding)
     answer = _post(sidecar(policy="on_unmovable: forward"), value, body, transport)
-    assert (answer.status, answer.applied) == (200, "none; outcome=not_json")
-    assert upstream.only.body.startswith(body)
+    assert (answer.status, answer.applied) == (200, "none; outcome=unsupported_charset")
+    assert upstream.only.body == body
     assert upstream.only.json() == document
 
 
@@ -352,7 +363,7 @@ def test_b11_malformed_json_stays_malformed_and_reaches_the_upstream(
     answer = _post(front, "5", body, transport)
     assert answer.status == 400
     assert json.loads(answer.body) == {"detail": "There was an error parsing the body"}
-    assert upstream.only.body[:1] == body[:1]
+    assert upstream.only.body == body
 
 
 @pytest.mark.parametrize("depth", [500, 20_000, 100_000])
@@ -361,6 +372,6 @@ def test_b11_deep_nesting_is_passed_through(
 ) -> None:
     body = b'{"a":' + b"[" * depth + b"]" * depth + b',"priority":{"b":' + b"[" * 40 + b"]" * 40 + b"}}"
     assert _post(front, "5", body, transport).status == 200
-    seen = upstream.only.body.rstrip(b" ")
+    seen = upstream.only.body
     assert seen.startswith(b'{"a":' + b"[" * depth + b"]" * depth + b',"priority":5')
     assert seen.rstrip(b" }").endswith(b'"priority":5')

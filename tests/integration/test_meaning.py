@@ -165,7 +165,7 @@ def test_m2_an_answer_that_comes_before_the_body_has_ended_gets_through(
     upstream.handler = handler
     with Http1(front.address) as client:
         client.send(
-            b"POST %b HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\nX-Vllm-Priority: 7\r\n"
+            b"POST %b HTTP/1.1\r\nHost: h\r\nContent-Type: application/json\r\n"
             b"Content-Length: 1500000\r\n\r\n" % RENDER.encode() + b'{"a":1'
         )
         answer = client.answer()

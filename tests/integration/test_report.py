@@ -11,7 +11,7 @@ import pytest
 
 from control_plane import render
 from control_plane.policy import Policy
-from control_plane.render import Address, OwnEnvoy, Placement
+from control_plane.render import Address, ManagedEnvoy, Placement
 
 from .conftest import MESSAGES, RENDER, SidecarFactory
 from .sidecars import NAMESPACE, RunningSidecar, counted, load
@@ -43,7 +43,7 @@ class Renamed(RunningSidecar):
     def configuration(self, policy: Policy, placement: Placement) -> dict[str, Any]:
         new = load(f"report_header: {TOLD}")
         return _with_script(
-            super().configuration(policy, placement), render.filter_config(new, placement.role, OwnEnvoy.of(policy))
+            super().configuration(policy, placement), render.filter_config(new, placement.role, ManagedEnvoy.of(policy))
         )
 
 
@@ -53,34 +53,8 @@ class Silenced(RunningSidecar):
     def configuration(self, policy: Policy, placement: Placement) -> dict[str, Any]:
         new = load("report_header: null")
         return _with_script(
-            super().configuration(policy, placement), render.filter_config(new, placement.role, OwnEnvoy.of(policy))
+            super().configuration(policy, placement), render.filter_config(new, placement.role, ManagedEnvoy.of(policy))
         )
-
-
-class OlderScript(RunningSidecar):
-    """Gets its script from a control plane that sees to all answers in Lua."""
-
-    def configuration(self, policy: Policy, placement: Placement) -> dict[str, Any]:
-        return _with_script(
-            super().configuration(policy, placement), render.filter_config(policy, placement.role, OwnEnvoy(None))
-        )
-
-
-class OlderEnvoy(RunningSidecar):
-    """Was configured when Envoy added nothing to an answer, and no second filter saw it."""
-
-    def configuration(self, policy: Policy, placement: Placement) -> dict[str, Any]:
-        bootstrap = super().configuration(policy, placement)
-        config = render.filter_config(policy, placement.role, OwnEnvoy(None))
-        for manager in _managers(bootstrap):
-            for route in manager["route_config"]["virtual_hosts"][0]["routes"]:
-                route.pop("response_headers_to_add", None)
-                options = route.get("typed_per_filter_config", {})
-                if "metadata" not in route:
-                    options.pop(f"{NAMESPACE}_behind", None)
-            second = manager["http_filters"][1]["typed_config"]["default_source_code"]
-            second["inline_string"] = second["inline_string"].replace("function envoy_on_response", "local function _")
-        return _with_script(bootstrap, config)
 
 
 @dataclass(frozen=True)
@@ -101,7 +75,7 @@ _WIDE = json.dumps({"messages": ["a" * 1_000_000]}).encode("utf-16")
 _LONG = json.dumps({"messages": ["a" * 1_000_000]}).encode()
 _INSERTED = "5; source=header; outcome=inserted"
 _EDITED = "5; source=header; outcome=response_edited"
-_NOT_JSON = "none; outcome=not_json"
+_CHARSET = "none; outcome=unsupported_charset"
 
 CASES = {
     "inserted": Said(_INSERTED, "inserted"),
@@ -109,8 +83,8 @@ CASES = {
     "inserted, streamed": Said(_INSERTED, "inserted", body=_LONG),
     "inserted, of unknown length": Said(_INSERTED, "inserted", transport="h1-chunked"),
     "refused by its value": Said("none; outcome=invalid", "invalid", value="x", status=400),
-    "refused while it streamed": Said(_NOT_JSON, "not_json", body=_WIDE, status=415),
-    "refused, of unknown length": Said(_NOT_JSON, "not_json", body=_WIDE, transport="h1-chunked", status=415),
+    "refused while it streamed": Said(_CHARSET, "unsupported_charset", body=_WIDE, status=415),
+    "refused, of unknown length": Said(_CHARSET, "unsupported_charset", body=_WIDE, transport="h1-chunked", status=415),
     "answer edited": Said(_EDITED, "response_edited", target=MESSAGES, answer={"priority": 5}),
     "answer edited, path in escapes": Said(
         _EDITED, "response_edited", target="/v1/messages%2Frender", answer={"priority": 5}
@@ -125,7 +99,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kind", [RunningSidecar, Renamed, Silenced, OlderScript, OlderEnvoy])
+@pytest.mark.parametrize("kind", [RunningSidecar, Renamed, Silenced])
 def test_it_is_said_once_whatever_the_ages_of_envoys_configuration_and_of_the_script(
     kind: type[RunningSidecar], name: str, fronts: dict[type, RunningSidecar], upstream: RecordingUpstream
 ) -> None:
@@ -152,7 +126,7 @@ def fronts(
     """One running sidecar of each kind."""
     with ExitStack() as stack:
         started: dict[type, RunningSidecar] = {}
-        for kind in (RunningSidecar, Renamed, Silenced, OlderScript, OlderEnvoy):
+        for kind in (RunningSidecar, Renamed, Silenced):
             folder = tmp_path_factory.mktemp(kind.__name__)
             started[kind] = kind(envoy, folder, "render", load("{}"), _upstream.address)
             stack.callback(started[kind].stop)
@@ -166,5 +140,5 @@ def test_an_answer_that_envoy_makes_up_says_it_too(sidecar: SidecarFactory, targ
     front = sidecar(to=Address("127.0.0.1", free_port()), fresh=True)
     answer = call(front.address, target, b"{}", priority("5"))
     assert answer.status == 503
-    assert answer.applied == (f"5; source=header; outcome={outcome}" if outcome else _NOT_JSON)
+    assert answer.applied == (f"5; source=header; outcome={outcome}" if outcome else "none; outcome=upstream_error")
     assert call(front.address, "/v1/completions", b"{}", priority("5")).applied is None

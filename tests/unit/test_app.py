@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from control_plane.app import MAX_BODY_BYTES, ServeSettings, create_app
 from control_plane.errors import BadInput, PolicyError
-from control_plane.render import OwnEnvoy, filter_config
+from control_plane.render import ManagedEnvoy, filter_config
 
 ECDS = "/v3/discovery:extension_configs"
 
@@ -46,7 +46,7 @@ def test_discovery_gives_the_rendered_filter_then_nothing_new(client: TestClient
     assert first.status_code == 200
     assert first.headers["content-type"] == "application/json"
     policy = client.app.state.policy.snapshot.policies.default  # type: ignore[attr-defined]
-    assert first.json()["resources"][0]["typed_config"] == filter_config(policy, "render", OwnEnvoy(None))
+    assert first.json()["resources"][0]["typed_config"] == filter_config(policy, "render", ManagedEnvoy(""))
     again = client.post(ECDS, json=sidecar(first.json()["version_info"]))
     assert (again.status_code, again.content) == (304, b"")
 

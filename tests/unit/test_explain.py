@@ -37,7 +37,7 @@ def test_a_moved_priority_is_shown_as_vllm_gets_it(capsys: pytest.CaptureFixture
 def test_a_refusal_is_shown_as_the_client_gets_it(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, "--path", GENERATE, "-H", "X-Vllm-Priority: high")
     assert "outcome: invalid\n" in out
-    assert 'answered by the sidecar: 400 {"error":{"message":"x-vllm-priority: \'high\' is no integer' in out
+    assert 'answered by the sidecar: 400 {"error":{"message":"x-vllm-priority: \'high\' is not an integer' in out
     assert "what vLLM gets" not in out
 
 
@@ -68,9 +68,9 @@ def test_what_is_not_edited_passes_untouched(arguments: list[str], capsys: pytes
         ),
         (
             ["-H", "X-Vllm-Priority: 5", "-H", "Content-Type: text/plain"],
-            {"outcome": "not_json", "reaches_vllm": False},
+            {"outcome": "unsupported_media_type", "reaches_vllm": False},
         ),
-        (["-H", "X-Vllm-Priority: 5", "-d", ""], {"outcome": "not_json", "reaches_vllm": True, "body": ""}),
+        (["-H", "X-Vllm-Priority: 5", "-d", ""], {"outcome": "empty_body", "reaches_vllm": True, "body": ""}),
         (["-X", "GET"], {"outcome": None, "priority": None, "reaches_vllm": True}),
     ],
 )

@@ -1,4 +1,4 @@
-"""lua/filter.lua with a fake stream handle: what becomes of a request and its answer, and what is said of it."""
+"""The scripts with a stand-in for Envoy's handle: what becomes of a request and its response, and what is reported."""
 
 import json
 from collections.abc import Sequence
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from control_plane.explain import Explanation, Filter
-from control_plane.policy import Policy, parse_policies
-from control_plane.render import OUTCOMES, OwnEnvoy, filter_settings
+from control_plane.policy import parse_policies
+from control_plane.render import OUTCOMES, Place
 
 CHAT, GENERATE, MESSAGES = "/v1/chat/completions/render", "/inference/v1/generate", "/v1/messages/render"
 JSON = ("content-type", "application/json")
@@ -16,7 +16,7 @@ FIVE = (X, "5")
 GZIP = ("content-encoding", "gzip")
 REPORT = "x-vllm-priority-applied"
 
-_filters: dict[tuple[str, bool], Filter] = {}
+_filters: dict[tuple[str, Place | None], Filter] = {}
 
 
 def send(
@@ -28,13 +28,13 @@ def send(
     size: int = 0,
     length: bool = True,
     method: str = "POST",
-    own_envoy: bool = True,
+    place: Place | None = None,
     **answer: object,
 ) -> Explanation:
     """One request; `size`: bytes a chunk, 0 for one chunk; `length`: whether content-length is said."""
-    key = (policy, own_envoy)
+    key = (policy, place)
     if key not in _filters:
-        _filters[key] = Filter(parse_policies(policy).default, "engine", own_envoy=own_envoy)
+        _filters[key] = Filter(parse_policies(policy).default, "engine", place)
     step = size or max(len(body), 1)
     chunks = [body[at : at + step] for at in range(0, len(body), step)]
     lines = [*headers, *([("content-length", str(len(body)))] if length else [])]
@@ -46,10 +46,9 @@ CLASSES = "classes: {batch: 10}"
 IGNORE = "on_invalid: ignore"
 FORWARD = "on_unmovable: forward"
 NO = [JSON]
+BIG = "limits: {max_body_bytes: 10}"
 
 INSERTED = "5; source=header; outcome=inserted"
-LIMITED_FORWARD = "{limits: {max_body_bytes: 10}, on_unmovable: forward}"
-LIMITED_IGNORE = "{limits: {max_body_bytes: 10}, on_invalid: ignore}"
 
 # policy, headers, body -> the report, and the body that vLLM gets
 PASSED = [
@@ -63,33 +62,37 @@ PASSED = [
     ("{}", NO, b'{"priority":9}', "none; outcome=absent", b'{"priority":9}'),
     ("{}", [JSON, (X, "-0")], b"{}", "0; source=header; outcome=inserted", b'{"priority":0}'),
     (CLASSES, [JSON, (X, "batch")], b"{}", "10; source=class; outcome=inserted", b'{"priority":10}'),
-    (DEFAULT, NO, b"{}", "3; source=default; outcome=default", b'{"priority":3}'),
-    (DEFAULT, NO, b'{"priority":9}', "none; outcome=absent", b'{"priority":9}'),
+    (DEFAULT, NO, b"{}", "3; source=default; outcome=inserted", b'{"priority":3}'),
+    (DEFAULT, NO, b'{"priority":9}', "none; outcome=kept", b'{"priority":9}'),
     (DEFAULT, [JSON, FIVE], b'{"priority":9}', "5; source=header; outcome=replaced", b'{"priority":5}'),
     ("engine: sglang", [JSON, FIVE], b"{}", "-5; source=header; outcome=inserted", b'{"priority":-5}'),
     (
         "range: {max: 2, outside: clamp}", [JSON, FIVE], b"{}",
         "2; source=header; outcome=inserted; clamped", b'{"priority":2}',
     ),
-    # a header that is no priority, under `ignore`
+    # a header value that is not a priority, under `ignore`
     (IGNORE, [JSON, (X, "high")], b'{"priority":2}', "none; outcome=invalid", b'{"priority":2}'),
     (IGNORE, [JSON, (X, "9" * 30)], b"{}", "none; outcome=out_of_range", b"{}"),
     (IGNORE, [JSON, FIVE, (X, "6")], b"{}", "none; outcome=ambiguous", b"{}"),
     ("{on_invalid: ignore, range: {max: 4}}", [JSON, FIVE], b"{}", "none; outcome=out_of_range", b"{}"),
     # two equal lines are one value
     ("{}", [JSON, FIVE, FIVE], b"{}", INSERTED, b'{"priority":5}'),
-    # bodies that are no JSON object go on as they came
-    ("{}", [JSON, FIVE], b'[{"priority":1}]', "none; outcome=not_json", b'[{"priority":1}]'),
-    ("{}", [JSON, FIVE], b"null", "none; outcome=not_json", b"null"),
-    ("{}", [JSON, FIVE], b'{"a":', "none; outcome=not_json", b'{"a":'),
-    ("{}", [JSON, FIVE], b"", "none; outcome=not_json", b""),
-    # what cannot be moved, under `forward`; a default alone never refuses
-    (FORWARD, [FIVE], b"{}", "none; outcome=not_json", b"{}"),
-    (FORWARD, [JSON, FIVE, GZIP], b"\x1f\x8b{}", "none; outcome=encoded", b"\x1f\x8b{}"),
-    (FORWARD, [JSON, FIVE], "{}".encode("utf-16"), "none; outcome=not_json", "{}".encode("utf-16")),
-    (DEFAULT, [], b"{}", "none; outcome=not_json", b"{}"),
-    (DEFAULT, [JSON, ("content-encoding", "br")], b"{}", "none; outcome=encoded", b"{}"),
-    (DEFAULT, NO, "{}".encode("utf-16"), "none; outcome=not_json", "{}".encode("utf-16")),
+    # bodies that are not a JSON object pass unchanged
+    ("{}", [JSON, FIVE], b'[{"priority":1}]', "none; outcome=not_an_object", b'[{"priority":1}]'),
+    ("{}", [JSON, FIVE], b"null", "none; outcome=not_an_object", b"null"),
+    ("{}", [JSON, FIVE], b'{"a":', "none; outcome=malformed_json", b'{"a":'),
+    ("{}", [JSON, FIVE], b"", "none; outcome=empty_body", b""),
+    # a priority that cannot be moved, under `forward`; a default never causes a rejection
+    (FORWARD, [FIVE], b"{}", "none; outcome=unsupported_media_type", b"{}"),
+    (FORWARD, [JSON, FIVE, GZIP], b"\x1f\x8b{}", "none; outcome=unsupported_encoding", b"\x1f\x8b{}"),
+    (FORWARD, [JSON, FIVE], "{}".encode("utf-16"), "none; outcome=unsupported_charset", "{}".encode("utf-16")),
+    (DEFAULT, [], b"{}", "none; outcome=unsupported_media_type", b"{}"),
+    (DEFAULT, [JSON, ("content-encoding", "br")], b"{}", "none; outcome=unsupported_encoding", b"{}"),
+    (DEFAULT, NO, "{}".encode("utf-16"), "none; outcome=unsupported_charset", "{}".encode("utf-16")),
+    # the limit is for bodies that are held, which these are not
+    (f"{{{BIG}, {FORWARD}}}", [FIVE], b"x" * 11, "none; outcome=unsupported_media_type", b"x" * 11),
+    (f"{{{BIG}, {IGNORE}}}", [JSON, (X, "x")], b"x" * 11, "none; outcome=invalid", b"x" * 11),
+    (BIG, NO, b"x" * 11, "none; outcome=absent", b"x" * 11),
     ("{}", [JSON, FIVE, ("content-encoding", "identity")], b"{}", INSERTED, b'{"priority":5}'),
     ("{}", [("content-type", "Application/JSON; x"), FIVE], b"{}", INSERTED, b'{"priority":5}'),
 ]  # fmt: skip
@@ -104,36 +107,49 @@ def test_what_reaches_vllm_and_what_is_said_of_it(
     found = send(headers, body, policy=policy, size=size, length=length)
     assert found.refusal is None
     assert found.report == report
-    assert found.body.rstrip(b" ") == passed
-    assert len(found.body) - len(passed) <= 32
+    assert found.body == passed
     assert dict(found.answer_headers)[REPORT] == report
     lengths = [value for name, value in found.headers if name == "content-length"]
     assert lengths in ([[str(len(found.body))]] if length else [[]])
 
 
-BIG = "limits: {max_body_bytes: 10}"
-
 # policy, headers, body -> status, outcome, what the message says, the parameter
 REFUSED = [
-    ("{}", [JSON, (X, "high")], b"{}", 400, "invalid", "x-vllm-priority: 'high' is no integer; allow", X),
-    ("{}", [JSON, (X, "")], b"{}", 400, "invalid", "x-vllm-priority: '' is no integer", X),
-    ("{}", [JSON, (X, "3,9")], b"{}", 400, "invalid", "'3,9' is no integer", X),
-    ("{}", [(X, "high")], b"{}", 400, "invalid", "is no integer", X),
-    ("{}", [JSON, (X, "9" * 30)], b"{}", 400, "out_of_range", "is out of range; allowed: ", X),
+    (
+        "{}",
+        [JSON, (X, "high")],
+        b"{}",
+        400,
+        "invalid",
+        "x-vllm-priority: 'high' is not an integer. Use an integer from",
+        X,
+    ),
+    ("{}", [JSON, (X, "")], b"{}", 400, "invalid", "x-vllm-priority: '' is not an integer", X),
+    ("{}", [JSON, (X, "3,9")], b"{}", 400, "invalid", "'3,9' is not an integer", X),
+    ("{}", [(X, "high")], b"{}", 400, "invalid", "is not an integer", X),
+    ("{}", [JSON, (X, "9" * 30)], b"{}", 400, "out_of_range", "is out of range. Use an integer from ", X),
     ("range: {max: 4}", [JSON, FIVE], b"{}", 400, "out_of_range", "'5' is out of range", X),
-    ("{}", [JSON, (X, "3"), (X, "9")], b"{}", 400, "ambiguous", "several lines of it differ", X),
-    ("{header: x-p}", [JSON, ("x-p", "high")], b"{}", 400, "invalid", "x-p: 'high' is no integer", "x-p"),
-    ("{}", [FIVE], b"{}", 415, "not_json", "only into a body of content-type application/json", X),
-    ("{}", [("content-type", "text/json"), FIVE], b"{}", 415, "not_json", "content-type application/json", X),
-    ("{}", [JSON, FIVE, GZIP], b"\x1f\x8b", 415, "encoded", "without content-encoding", X),
-    ("{}", [JSON, FIVE], '{"a":1}'.encode("utf-16"), 415, "not_json", "is UTF-16 or UTF-32, which takes", X),
-    ("{}", [JSON, FIVE], '{"a":1}'.encode("utf-16-be"), 415, "not_json", "UTF-16 or UTF-32", X),
-    ("{}", [JSON, FIVE], '{"a":1}'.encode("utf-32"), 415, "not_json", "UTF-16 or UTF-32", X),
-    (BIG, [JSON, FIVE], b'{"a":12345}', 413, "too_large", "too large for this route; allowed: at most 10 bytes", None),
-    (BIG, NO, b'{"a":12345}', 413, "too_large", "at most 10 bytes", None),
-    (LIMITED_FORWARD, [FIVE], b"x" * 11, 413, "too_large", "at most 10 bytes", None),
-    (LIMITED_IGNORE, [JSON, (X, "x")], b"x" * 11, 413, "too_large", "10 bytes", None),
-]  # fmt: skip
+    ("{}", [JSON, (X, "3"), (X, "9")], b"{}", 400, "ambiguous", "several lines with different values", X),
+    ("{header: x-p}", [JSON, ("x-p", "high")], b"{}", 400, "invalid", "x-p: 'high' is not an integer", "x-p"),
+    ("{}", [FIVE], b"{}", 415, "unsupported_media_type", "Send it with content-type application/json", X),
+    (
+        "{}",
+        [("content-type", "text/json"), FIVE],
+        b"{}",
+        415,
+        "unsupported_media_type",
+        "content-type application/json",
+        X,
+    ),
+    ("{}", [JSON, FIVE, GZIP], b"\x1f\x8b", 415, "unsupported_encoding", "has a content-encoding", X),
+    ("{}", [JSON, FIVE], '{"a":1}'.encode("utf-16"), 415, "unsupported_charset", "a body in UTF-16 or UTF-32. Send", X),
+    ("{}", [JSON, FIVE], '{"a":1}'.encode("utf-16-be"), 415, "unsupported_charset", "UTF-16 or UTF-32", X),
+    ("{}", [JSON, FIVE], '{"a":1}'.encode("utf-32"), 415, "unsupported_charset", "UTF-16 or UTF-32", X),
+    (BIG, [JSON, FIVE], b'{"a":12345}', 413, "too_large", "larger than 10 bytes, the limit", None),
+    (f"{{{BIG}, {DEFAULT}}}", NO, b'{"a":12345}', 413, "too_large", "limits.max_body_bytes", None),
+    ("{}", [JSON, FIVE], b"{" + b",".join([b'"priority":1'] * 257) + b"}", 400, "ambiguous", "more than 256 times", X),
+    ("{}", [JSON, FIVE], b'{"priority":"%s"}' % (b"1" * 4096), 400, "ambiguous", "longer than 4096 bytes", X),
+]
 TYPES = {400: "Bad Request", 413: "Payload Too Large", 415: "Unsupported Media Type"}
 
 
@@ -155,7 +171,11 @@ def test_a_refusal_is_in_vllms_shape_and_counted(
 
 def test_every_outcome_but_those_of_an_answer_is_reached_here() -> None:
     reached = {report.partition("outcome=")[2].partition(";")[0] for _, _, _, report, _ in PASSED}
-    assert reached | {row[4] for row in REFUSED} == set(OUTCOMES) - {"response_edited"}
+    assert reached | {row[4] for row in REFUSED} == set(OUTCOMES) - {
+        "response_edited",
+        "upstream_error",
+        "invalid_path",
+    }
 
 
 @pytest.mark.parametrize("length", [True, False], ids=["length", "chunked"])
@@ -170,7 +190,7 @@ def test_a_body_of_just_the_limit_passes(length: bool) -> None:
      (f"{CHAT}/", "POST"), ("/v1/decisions", "POST")],
 )  # fmt: skip
 @pytest.mark.parametrize("value", ["5", "high", ""])
-def test_what_is_no_post_on_an_edited_route_is_left_alone(path: str, method: str, value: str) -> None:
+def test_a_request_that_is_not_a_post_on_an_edited_route_passes_untouched(path: str, method: str, value: str) -> None:
     headers = [JSON, (X, value), GZIP]
     found = send(headers, b'{"priority":1}', path=path, method=method, policy=BIG)
     assert found.body == b'{"priority":1}'
@@ -255,12 +275,12 @@ def test_an_edited_answer_says_where_its_priority_comes_from(
 @pytest.mark.parametrize(
     ("head", "outcome"),
     [
-        (((":status", "400"), JSON), "not_json"),
-        (((":status", "403"), JSON), "not_json"),
-        (((":status", "500"), ("content-type", "text/plain")), "not_json"),
-        (((":status", "200"), ("content-type", "text/event-stream")), "not_json"),
-        (((":status", "200"),), "not_json"),
-        (((":status", "200"), JSON, GZIP), "encoded"),
+        (((":status", "400"), JSON), "upstream_error"),
+        (((":status", "403"), JSON), "upstream_error"),
+        (((":status", "500"), ("content-type", "text/plain")), "upstream_error"),
+        (((":status", "200"), ("content-type", "text/event-stream")), "upstream_error"),
+        (((":status", "200"),), "upstream_error"),
+        (((":status", "200"), JSON, GZIP), "unsupported_encoding"),
     ],
 )
 def test_an_answer_that_cannot_carry_it_is_left_alone_and_said(head: tuple[tuple[str, str], ...], outcome: str) -> None:
@@ -292,66 +312,84 @@ def test_a_bad_value_is_refused_on_messages_render_too(value: str) -> None:
     assert found.refusal[0] == 400
 
 
-STREAM_ABOVE = filter_settings(Policy(), "engine", OwnEnvoy.of(Policy()))["stream_above"]
-assert isinstance(STREAM_ABOVE, int)
-LONG = b'{"prompt":"' + b"x" * (STREAM_ABOVE + 100_000) + b'"}'
+def test_a_path_with_a_control_character_is_rejected() -> None:
+    for path in (f"{CHAT}%0a", f"{CHAT}%0A?x=1", "/v1/completions%00", "/a%7fb"):
+        found = send(path=path)
+        assert found.refusal is not None
+        assert (found.refusal[0], found.outcome) == (400, "invalid_path")
+    assert send(path=f"{CHAT}%0a", method="GET").refusal is None
 
 
-@pytest.mark.parametrize("own_envoy", [True, False], ids=["sidecar", "other proxy"])
-def test_a_long_body_of_unknown_length_is_edited_whole(own_envoy: bool) -> None:
-    found = send(body=LONG, size=16_384, length=False, own_envoy=own_envoy)
-    assert found.report == INSERTED
-    assert found.body == LONG[:-1] + b',"priority":5}'
-    assert "content-length" not in dict(found.headers)
+def test_a_rejection_can_be_read_by_a_page_in_a_browser() -> None:
+    found = send([JSON, (X, "high"), ("origin", "http://localhost:3000")])
+    assert dict(found.answer_headers)["access-control-allow-origin"] == "*"
+    assert "access-control-allow-origin" not in dict(send([JSON, (X, "high")]).answer_headers)
 
 
-def test_a_long_body_is_edited_whole_in_a_proxy_that_is_not_ours() -> None:
-    found = send(body=LONG, size=16_384, own_envoy=False)
-    assert found.body == LONG[:-1] + b',"priority":5}'
-    assert dict(found.headers)["content-length"] == str(len(found.body))
+PLACES: list[Place | None] = [None, "mesh", "waypoint"]
+LONG = b'{"prompt":"' + b"x" * 1_200_000 + b'"}'
+MIDDLE = b'{"prompt":"' + b"x" * 200_000 + b'"}'
 
 
+@pytest.mark.parametrize("length", [True, False], ids=["length", "chunked"])
 @pytest.mark.parametrize("size", [0, 4096, 65_537])
-def test_a_long_body_is_edited_while_it_streams(size: int) -> None:
-    found = send(body=LONG, size=size)
-    assert found.report == "5; source=header; outcome=inserted"
-    assert found.body.rstrip(b" ") == LONG[:-1] + b',"priority":5}'
-    assert dict(found.headers)["content-length"] == str(len(found.body))
+@pytest.mark.parametrize(
+    "body", [LONG, MIDDLE, LONG[:-1] + b"}}"[1:] + b" " * 70_000], ids=["1.2 MB", "200 KB", "spaces"]
+)
+@pytest.mark.parametrize("place", PLACES, ids=["sidecar", "mesh", "waypoint"])
+def test_a_long_body_gets_its_member_and_an_exact_length(
+    place: Place | None, body: bytes, size: int, length: bool
+) -> None:
+    found = send(body=body, size=size, length=length, place=place)
+    assert found.report == INSERTED
+    end = body.rindex(b"}")
+    assert found.body == body[:end] + b',"priority":5' + body[end:]
+    lengths = [value for name, value in found.headers if name == "content-length"]
+    assert lengths == ([str(len(found.body))] if length else [])
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32-le"])
-def test_a_long_body_that_cannot_be_edited_is_refused_late_and_reaches_no_parser(encoding: str) -> None:
-    body = LONG.decode().encode(encoding)
-    found = send(body=body, size=16_384)
+@pytest.mark.parametrize("length", [True, False], ids=["length", "chunked"])
+@pytest.mark.parametrize("tail", [b"", b"x", b',"a":1}}', b"}}", b"}5"], ids=["cut", "x", "brace", "braces", "digit"])
+@pytest.mark.parametrize("place", PLACES, ids=["sidecar", "mesh", "waypoint"])
+def test_a_long_body_that_ends_malformed_passes_unchanged(place: Place | None, tail: bytes, length: bool) -> None:
+    body = MIDDLE[:-1] + b',"priority":1' + b" " * 70_000 + tail
+    found = send(body=body, size=4096, length=length, place=place)
+    assert (found.report, found.body == body) == ("none; outcome=malformed_json", True)
+    lengths = [value for name, value in found.headers if name == "content-length"]
+    assert lengths == ([str(len(found.body))] if length else [])
+
+
+def test_a_malformed_body_over_1_mib_stays_malformed_when_a_value_was_replaced_before_the_fault() -> None:
+    body = b'{"priority":1,' + LONG[1:] + b"x"
+    found = send(body=body, size=4096)
+    assert found.report == "none; outcome=malformed_json"
+    assert found.body == body.replace(b'"priority":1,', b'"priority":5,')
+
+
+@pytest.mark.parametrize("length", [True, False], ids=["length", "chunked"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-16-le", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("place", PLACES, ids=["sidecar", "mesh", "waypoint"])
+def test_a_long_body_in_an_unsupported_charset_is_rejected_or_forwarded(
+    place: Place | None, encoding: str, length: bool
+) -> None:
+    body = MIDDLE.decode().encode(encoding)
+    found = send(body=body, size=16_384, length=length, place=place)
     assert found.refusal is not None
-    assert found.refusal[0] == 415
-    assert json.loads(found.refusal[1])["error"]["param"] == X
-    assert (found.report, dict(found.answer_headers)[REPORT]) == ("none; outcome=not_json",) * 2
-    assert dict(found.answer_headers)["content-type"] == "application/json"
-    assert dict(found.headers)["content-length"] == str(len(found.body))
-    assert found.body.endswith(b"\0" * 4096), "no server takes that for JSON in any encoding"
+    assert (found.refusal[0], found.report) == (415, "none; outcome=unsupported_charset")
+    for policy, headers in ((FORWARD, [JSON, FIVE]), (DEFAULT, NO)):
+        found = send(headers, body, policy=policy, size=16_384, length=length, place=place)
+        assert (found.refusal, found.report) == (None, "none; outcome=unsupported_charset")
+        assert found.body == body
 
 
-def test_a_long_body_that_cannot_be_edited_passes_where_the_policy_forwards() -> None:
-    body = LONG.decode().encode("utf-16")
-    found = send(body=body, size=16_384, policy=FORWARD)
-    assert (found.refusal, found.report) == (None, "none; outcome=not_json")
-    assert json.loads(found.body) == json.loads(body)
-
-
-@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le"])
-def test_a_long_body_that_asked_for_nothing_stays_readable_under_a_default(encoding: str) -> None:
-    body = LONG.decode().encode(encoding)
-    found = send(NO, body, size=16_384, policy="default: 7")
-    assert (found.refusal, found.report) == (None, "none; outcome=not_json")
-    assert json.loads(found.body) == json.loads(body)
-
-
-@pytest.mark.parametrize("length", [True, False])
-def test_a_body_that_names_its_priority_without_number_is_refused(length: bool) -> None:
-    found = send(body=b"{" + b",".join([b'"priority":1'] * 5000) + b"}", length=length)
+@pytest.mark.parametrize("length", [True, False], ids=["length", "chunked"])
+@pytest.mark.parametrize("place", PLACES, ids=["sidecar", "mesh", "waypoint"])
+def test_a_body_that_grows_past_the_limit_is_rejected_and_nothing_of_it_passes(
+    place: Place | None, length: bool
+) -> None:
+    found = send(body=MIDDLE, size=16_384, policy="limits: {max_body_bytes: 100000}", length=length, place=place)
     assert found.refusal is not None
-    assert (found.refusal[0], found.report) == (400, "none; outcome=ambiguous")
+    assert (found.refusal[0], found.report) == (413, "none; outcome=too_large")
 
 
 def test_one_filter_serves_many_requests_alike() -> None:

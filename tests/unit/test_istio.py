@@ -92,7 +92,7 @@ def test_it_is_inserted_before_the_router_of_every_http_chain_and_nowhere_else()
     listener = {"filter_chains": [tcp_chain, http_chain]}
     apply_envoy_filter(_envoy_filter(), listener)
     assert [f["name"] for f in http_chain["filters"][0]["typed_config"]["http_filters"]] == [  # type: ignore[index]
-        *names[:2], "vllm_priority", names[2],
+        *names[:2], "vllm_priority", "vllm_priority_deferred", names[2],
     ]  # fmt: skip
     assert tcp_chain["filters"][0]["typed_config"] == {}
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from control_plane.lua_bundle import Script, Setting, bundle, lua_literal
 from control_plane.policy import ROLES, Policy, Role, parse_policies
-from control_plane.render import filter_settings
+from control_plane.render import filter_script, filter_settings
 
 
 def read_back(value: Setting) -> object:
@@ -76,7 +76,7 @@ def test_the_script_runs_with_nothing_but_the_language(role: Role) -> None:
     for name in FORBIDDEN:
         lua.globals()[name.encode()] = None
     before = set(lua.globals())
-    lua.execute(bundle(filter_settings(Policy(), role, None)).encode())
+    lua.execute(filter_script(Policy(), role, "waypoint").encode())
     assert set(lua.globals()) - before == {b"envoy_on_request", b"envoy_on_response"}, "no other global is left"
 
 
@@ -84,13 +84,13 @@ def test_the_script_runs_with_nothing_but_the_language(role: Role) -> None:
 def test_a_route_cannot_break_out_of_its_literal(path: str) -> None:
     policy = Policy.model_validate({"routes": {"extra": [path]}})
     lua = luajit.LuaRuntime(encoding=None)
-    lua.execute(bundle(filter_settings(policy, "render", None)).encode())
-    assert read_back(filter_settings(policy, "render", None)["routes"])[path] == "request"  # type: ignore[index]
+    lua.execute(bundle(filter_settings(policy, "render", "mesh")).encode())
+    assert read_back(filter_settings(policy, "render", "mesh")["routes"])[path] == "request"  # type: ignore[index]
 
 
-@pytest.mark.parametrize("script", ["filter", "behind"])
+@pytest.mark.parametrize("script", ["filter", "deferred"])
 def test_without_comments_it_is_the_same_program(script: Script) -> None:
-    read, bare = (bundle(filter_settings(Policy(), "engine", None), script, comments=kept) for kept in (True, False))
+    read, bare = (bundle(filter_settings(Policy(), "engine", "mesh"), script, comments=kept) for kept in (True, False))
     assert "\n--" in read
     assert len(bare) < 0.85 * len(read)
     lua = luajit.LuaRuntime(encoding=None)

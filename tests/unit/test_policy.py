@@ -54,8 +54,8 @@ report_header: x-vllm-priority-applied
 default: null
 range: {min: null, max: null, outside: reject}
 classes: {}
-routes: {render: default, engine: default, extra: []}
-limits: {max_body_bytes: null}
+routes: {render: default, engine: default, extra: [], root_path: null}
+limits: {max_body_bytes: 67108864}
 """
     assert parse_policies(text).default == Policy()
     assert set(yaml.safe_load(text)) == set(Policy.model_fields)
@@ -155,8 +155,8 @@ def test_bounds_are_included(text: str, contained: list[int], outside: list[int]
         ("limits: {max_body_bytes: 0}", "limits.max_body_bytes: 0 is not allowed; allowed: at least 1"),
         ("limits: {max_body_bytes: 1 MB}", f"limits.max_body_bytes: '1 MB' is not allowed; allowed: {INT64}"),
         (
-            f"limits: {{max_body_bytes: {2**53 + 1}}}",
-            f"limits.max_body_bytes: {2**53 + 1} is not allowed; allowed: at most {2**53}",
+            f"limits: {{max_body_bytes: {2**52 + 1}}}",
+            f"limits.max_body_bytes: {2**52 + 1} is not allowed; allowed: at most {2**52}",
         ),
         # mappings and lists
         ("range: null", "range: None is not allowed; allowed: a mapping"),
@@ -198,7 +198,7 @@ def test_a_wrong_value_is_named_with_what_is_allowed(text: str, message: str) ->
         ("on: x", f"True: unknown key; allowed: {KEYS}, policies"),
         ("range: {mn: 1}", "range.mn: unknown key; allowed: min, max, outside"),
         ("range: {5: 1}", "range.5: unknown key; allowed: min, max, outside"),
-        ("routes: {decode: []}", "routes.decode: unknown key; allowed: render, engine, extra"),
+        ("routes: {decode: []}", "routes.decode: unknown key; allowed: render, engine, extra, root_path"),
         ("limits: {max: 1}", "limits.max: unknown key; allowed: max_body_bytes"),
         ("policies: [{name: a, selector: {}, x: 1}]", "policies[0].x: unknown key; allowed: name, selector, policy"),
         (

@@ -53,7 +53,7 @@ def test_filter_configuration_is_the_rendered_one() -> None:
             {
                 "@type": "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig",
                 "name": "vllm_priority",
-                "typed_config": render.filter_config(policies.default, "engine", render.OwnEnvoy(None)),
+                "typed_config": render.filter_config(policies.default, "engine", render.ManagedEnvoy("")),
             }
         ],
     }
@@ -65,17 +65,15 @@ def test_filter_configuration_is_the_rendered_one() -> None:
         ({"report_header": "x-vllm-priority-applied"}, "x-vllm-priority-applied"),
         ({"report_header": "x-told"}, "x-told"),
         ({"report_header": ""}, ""),
-        ({}, None),
+        ({}, ""),
     ],
 )
-def test_filter_configuration_is_for_the_envoy_that_the_sidecar_began_with(
-    said: dict[str, str], own: str | None
-) -> None:
+def test_filter_configuration_is_for_the_envoy_that_the_sidecar_began_with(said: dict[str, str], own: str) -> None:
     served = json.loads(ask("extension_configs", request(role="engine", **said)).body)["resources"][0]["typed_config"]
     policy = parse_policies(POLICIES).default
-    assert served == render.filter_config(policy, "engine", render.OwnEnvoy(own))
-    in_lua = 'answers_behind"] = false' in served["default_source_code"]["inline_string"]
-    assert in_lua == (own != policy.report_header)
+    assert served == render.filter_config(policy, "engine", render.ManagedEnvoy(own))
+    renamed = '["routes_report"]' in served["default_source_code"]["inline_string"]
+    assert renamed == (own != policy.report_header)
 
 
 @pytest.mark.parametrize("kind", ["listeners", "clusters"])
