@@ -278,6 +278,8 @@ def listeners(policy: Policy, placement: Placement) -> list[Resource]:
         buffer=_CONNECTION_BUFFER,
         window=_HTTP2_WINDOW,
         note=_FORWARDED_PROTO_NOTE,
+        default_host=str(placement.upstream),
+        ignored_upgrades=_everything_but("websocket"),
         routes=_routes(policy),
     )
     if placement.health is None:
@@ -540,6 +542,15 @@ def _routes(policy: Policy) -> list[Resource]:
             upstream = {"cluster": "upstream", "timeout": "0s"}
             routes.append({"match": wanted, "request_headers_to_remove": [removed], "route": upstream, **options})
     return routes
+
+
+def _everything_but(word: str) -> list[Resource]:
+    """String matchers for every text except `word`, ignoring case: RE2 has no negative lookahead.
+
+    One for each place where a text may differ, since Envoy 1.37 refuses a regular expression as long as all of them.
+    """
+    differs = [f"{word[:at]}([^{letter}].*)?" for at, letter in enumerate(word)]
+    return [{"safe_regex": {"regex": f"(?i){pattern}"}} for pattern in (*differs, f"{word}.+")]
 
 
 _HEALTH_CHECKS = [

@@ -15,6 +15,7 @@ from control_plane.policy import Policy
 from control_plane.render import Address, Placement, bootstrap
 
 from .upstream import RecordingUpstream
+from .wire import Http1
 
 
 def free_ports(count: int) -> list[int]:
@@ -67,6 +68,14 @@ def becomes(url: str, status: int) -> bool:
 
 def test_it_is_ready_while_the_upstream_accepts(urls: tuple[str, str]) -> None:
     assert becomes(f"{urls[1]}/ready", 200)
+
+
+def test_a_check_of_http_1_0_needs_no_host(urls: tuple[str, str]) -> None:
+    assert becomes(f"{urls[1]}/ready", 200)
+    host, port = urls[1].removeprefix("http://").split(":")
+    with Http1(Address(host, int(port))) as client:
+        client.send(b"GET /ready HTTP/1.0\r\n\r\n")
+        assert client.answer().status == 200
 
 
 def test_it_is_not_ready_while_nothing_listens_upstream(envoy: Path, tmp_path: Path) -> None:

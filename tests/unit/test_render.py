@@ -1,5 +1,6 @@
 """Addresses, and what a rendered bootstrap holds: what a sidecar must never do to other traffic."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,6 +91,13 @@ def test_a_name_is_resolved_and_an_ip_is_not(host: str, kind: str) -> None:
 def test_ipv6_any_takes_ipv4_too() -> None:
     (address,) = found(built(listen=Address("::", 7))["static_resources"]["listeners"], "socket_address")
     assert address["ipv4_compat"] is True
+
+
+@pytest.mark.parametrize("upgrade", ["websocket", "WebSocket", "websocke", "websockets", "w", "", "TLS/1.2", "h2c"])
+def test_every_upgrade_but_websocket_is_ignored(upgrade: str) -> None:
+    matchers = list(found(built(), "ignore_http_11_upgrade"))[0]
+    ignored = any(re.fullmatch(pattern, upgrade) for pattern in found(matchers, "regex"))
+    assert ignored == (upgrade.lower() != "websocket")
 
 
 def test_a_route_never_times_out_and_never_retries() -> None:

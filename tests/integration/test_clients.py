@@ -1,0 +1,266 @@
+"""Clients as they are: each sends something that servers are expected to cope with.
+
+Raw sockets throughout, since an ordinary client library would not send most of it.
+"""
+
+import re
+
+import pytest
+
+from control_plane.render import Address
+
+from .conftest import RENDER
+from .sidecars import RunningSidecar
+from .upstream import Connection, RecordingUpstream, Request
+from .wire import Answer, Closed, Header, Http1, Http2, call, priority
+
+ORDINARY = "/v1/chat/completions"
+JSON = (b"Content-Type", b"application/json")
+BODY = b'{"prompt":"x"}'
+
+
+def _ask(address: Address, data: bytes) -> Answer:
+    with Http1(address) as client:
+        client.send(data)
+        return client.answer()
+
+
+# Upgrades.
+
+
+@pytest.mark.parametrize("target", [ORDINARY, RENDER])
+@pytest.mark.parametrize(
+    "upgrade",
+    ["TLS/1.2", "TLS/1.3, TLS/1.2", "h2c", "foo", "WebSocke", "websockets", "w", "web", "TLS/1.0,HTTP/2.0", ""],
+)
+def test_an_upgrade_that_the_server_does_not_know_is_ignored(
+    front: RunningSidecar, upstream: RecordingUpstream, upgrade: str, target: str
+) -> None:
+    lines = [(b"Connection", b"Upgrade"), (b"Upgrade", upgrade.encode()), priority("5")]
+    answer = call(front.address, target, BODY, *lines)
+    assert answer.status == 200
+    assert upstream.only.all("upgrade") == []
+    expected = b'{"prompt":"x","priority":5}' if target == RENDER else BODY
+    assert upstream.only.body == expected
+
+
+def test_an_ignored_upgrade_leaves_the_connection_and_its_other_options_alone(
+    front: RunningSidecar, upstream: RecordingUpstream
+) -> None:
+    head = b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: keep-alive, Upgrade\r\nUpgrade: TLS/1.2\r\n\r\n"
+    with Http1(front.address) as client:
+        for _ in range(2):
+            client.send(head)
+            assert client.answer().status == 200
+    assert len(upstream.wait(2)) == 2
+
+
+@pytest.mark.parametrize("upgrade", ["websocket", "WebSocket", "WEBSOCKET"])
+def test_a_websocket_is_still_upgraded(front: RunningSidecar, upstream: RecordingUpstream, upgrade: str) -> None:
+    upstream.handler = _echo_websocket
+    with Http1(front.address) as client:
+        client.send(_websocket(upgrade))
+        assert client.start().status == 101
+        client.send(b"\x81\x00one")
+        assert client.reader.take(5) == b"\x81\x00ONE"
+
+
+def _websocket(upgrade: str) -> bytes:
+    return (
+        b"GET /v1/realtime HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: %b\r\n"
+        b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n" % upgrade.encode()
+    )
+
+
+def _echo_websocket(request: Request, connection: Connection) -> None:
+    request.complete.set()
+    connection.send(
+        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: Upgrade\r\n"
+        b"sec-websocket-accept: s3pPLMBiTxaQ9kYGzzhZRbK+xOo=\r\n\r\n"
+    )
+    while data := connection.sock.recv(1000):
+        connection.send(data.upper())
+    connection.close()
+
+
+# HTTP/1.0.
+
+
+@pytest.mark.parametrize("line", [b"GET /health HTTP/1.0\r\n\r\n", b"OPTIONS / HTTP/1.0\r\n\r\n"])
+def test_a_health_check_of_http_1_0_needs_no_host(
+    front: RunningSidecar, upstream: RecordingUpstream, line: bytes
+) -> None:
+    """HAProxy's check. The upstream is addressed by HTTP/1.1, which requires a Host: its own address."""
+    assert _ask(front.address, line).status == 200
+    assert upstream.only.all("host") == [str(upstream.address)]
+
+
+def test_a_priority_is_moved_for_http_1_0_without_host(front: RunningSidecar, upstream: RecordingUpstream) -> None:
+    head = b"POST %b HTTP/1.0\r\nContent-Type: application/json\r\nX-Vllm-Priority: -3\r\nContent-Length: 2\r\n\r\n{}"
+    assert _ask(front.address, head % RENDER.encode()).status == 200
+    assert upstream.only.json() == {"priority": -3}
+
+
+def test_http_1_1_still_needs_a_host(front: RunningSidecar, upstream: RecordingUpstream) -> None:
+    """RFC 9112, 3.2: a server must respond with 400."""
+    assert _ask(front.address, b"GET /health HTTP/1.1\r\n\r\n").status == 400
+    assert not upstream.requests
+
+
+# HTTP/2.
+
+MALFORMED: dict[str, tuple[list[Header], bytes]] = {
+    "an upper-case name": ([(b"X-Upper", b"1")], BODY),
+    "a space in a name": ([(b"x y", b"1")], BODY),
+    "a line feed in a value": ([(b"x-a", b"1\nx-b: 2")], BODY),
+    "a carriage return in a value": ([(b"x-a", b"1\rx-b: 2")], BODY),
+    "a NUL in a value": ([(b"x-a", b"1\x002")], BODY),
+    "a header of the connection": ([(b"connection", b"keep-alive")], BODY),
+    "a framing of HTTP/1": ([(b"transfer-encoding", b"chunked")], BODY),
+    "an unknown pseudo-header": ([(b":unknown", b"1")], BODY),
+    "two paths": ([(b":path", b"/other")], BODY),
+    "a length that is no number": ([(b"content-length", b"1x")], BODY),
+    "a body longer than its length": ([(b"content-length", b"3")], BODY),
+    "a body shorter than its length": ([(b"content-length", b"300")], BODY),
+}
+
+
+@pytest.mark.parametrize("target", [ORDINARY, RENDER])
+@pytest.mark.parametrize("name", MALFORMED)
+def test_a_malformed_message_on_http_2_ends_its_own_stream_only(
+    front: RunningSidecar, upstream: RecordingUpstream, name: str, target: str
+) -> None:
+    headers, body = MALFORMED[name]
+    with Http2(front.address) as client:
+        before = client.open("POST", target, [JSON])
+        client.data(before, BODY[:5])
+        bad = _open_as_it_is(client, target, headers)
+        try:
+            client.data(bad, body, end=True)
+            status = client.answer(bad).status
+        except Closed:
+            status = 0  # the stream was reset
+        assert status in (0, 400)
+        # A connection that was given up would fail both.
+        client.data(before, BODY[5:], end=True)
+        assert client.answer(before).status == 200
+        assert client.post(target, [JSON], BODY).status == 200
+    whole = [request for request in upstream.requests if request.complete.is_set()]
+    assert [request.body for request in whole] == [BODY, BODY]
+
+
+def _open_as_it_is(client: Http2, target: str, headers: list[Header]) -> int:
+    """Opens a stream with header names in the case they are given in; Http2.open() makes them lower case."""
+    stream = client.h2.get_next_available_stream_id()
+    pseudo = [(b":method", b"POST"), (b":scheme", b"http"), (b":authority", b"a"), (b":path", target.encode())]
+    client.h2.send_headers(stream, [*pseudo, *headers])
+    client.flush()
+    return stream
+
+
+# Headers that are not well-formed.
+
+_ODD_LINES: dict[str, bytes] = {
+    "a folded value": b"X-A: 1\r\n folded\r\n",
+    "a value folded by a tab": b"X-A: 1\r\n\tfolded\r\n",
+    "a fold of white space": b"X-A: 1\r\n  \r\n",
+    "a fold that names a length": b"X-A: 1\r\n Content-Length: 5\r\n",
+    "a fold that names a framing": b"X-A: 1\r\n Transfer-Encoding: chunked\r\n",
+    "a folded length": b"Content-Length:\r\n 3\r\n",
+    "a folded framing": b"Transfer-Encoding:\r\n chunked\r\n",
+    "a length folded into two": b"Content-Length: 1\r\n 0\r\n",
+    "a framing folded into two": b"Transfer-Encoding: chunked\r\n , identity\r\n",
+    "a folded name": b"Content-Length\r\n : 3\r\n",
+    "a carriage return in a value": b"X-A: 1\rX-B: 2\r\n",
+    "a carriage return before a length": b"X-A: 1\rContent-Length: 5\r\n",
+    "a carriage return before a framing": b"X-A: 1\rTransfer-Encoding: chunked\r\n",
+    "a carriage return in a name": b"X\r-A: 1\r\n",
+    "a carriage return at a line's start": b"\rX-A: 1\r\n",
+    "two carriage returns": b"X-A: 1\r\r\n",
+    "carriage returns for an end": b"X-A: 1\r\r",
+    "a carriage return in a length": b"Content-Length: 1\r0\r\n",
+    "a carriage return in a framing": b"Transfer-Encoding: chun\rked\r\n",
+    "a carriage return after a framing": b"Transfer-Encoding: chunked\r\r\n",
+    "a line feed alone": b"X-A: 1\nX-B: 2\r\n",
+    "a length after a line feed alone": b"X-A: 1\nContent-Length: 3\r\n",
+    "a framing after a line feed alone": b"X-A: 1\nTransfer-Encoding: chunked\n",
+    "two line feeds": b"X-A: 1\n\n",
+    "a NUL": b"X-A: 1\x002\r\n",
+    "a space before the colon": b"Content-Length : 3\r\n",
+    "no colon": b"Content-Length\r\n",
+}
+
+_REST = b"3\r\nabc\r\n0\r\n\r\nGET /smuggled HTTP/1.1\r\nHost: a\r\n\r\n"
+
+
+@pytest.mark.parametrize("name", _ODD_LINES)
+def test_a_header_that_is_not_well_formed_is_rejected_or_reaches_the_upstream_in_a_form_that_is(
+    front: RunningSidecar, upstream: RecordingUpstream, name: str
+) -> None:
+    """Envoy's parser accepts folded lines, lines that end in a line feed alone and carriage returns within a value. No
+    setting of 1.37 to 1.40 rejects them. What it forwards has none of them, in one framing that agrees with the body,
+    so the upstream cannot read another request than Envoy did.
+    """
+    with Http1(front.address) as client:
+        client.send(b"POST /odd HTTP/1.1\r\nHost: a\r\n" + _ODD_LINES[name] + b"\r\n" + _REST)
+        statuses = []
+        while True:
+            try:
+                statuses.append(client.answer().status)
+            except (Closed, ConnectionResetError):
+                break
+            if statuses[-1] != 200 or len(statuses) == len(upstream.requests) > 1:
+                break
+    assert set(statuses) <= {200, 400, 501}
+    seen = list(upstream.requests)
+    # A victim on the same pooled connection gets its own response.
+    victim = call(front.address, "/victim", b"", method="GET", content_type=None)
+    assert victim.status == 200
+    assert [request.target for request in upstream.requests[len(seen) :]] == ["/victim"]
+    for request in upstream.requests:
+        lines = request.head.removesuffix(b"\r\n\r\n").split(b"\r\n")
+        assert all(re.fullmatch(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+: ?[^\r\n\0]*", line) for line in lines[1:])
+        assert sum(re.match(rb"(?i)(content-length|transfer-encoding):", line) is not None for line in lines) <= 1
+        assert not request.surplus
+    # What Envoy took for the first request's body is what the upstream takes for it: the rest is read by both or none.
+    for request in seen:
+        assert request.body in (b"", b"abc", _REST[:3], _REST[:5])
+
+
+@pytest.mark.parametrize(
+    "line", [b"X-Vllm-Priority: -1\r\n 0\r\n", b"X-Vllm-Priority\r\n : 5\r\n", b"X-Vllm-Priority: 1\x000\r\n"]
+)
+def test_a_priority_that_is_folded_into_two_numbers_is_rejected(
+    front: RunningSidecar, upstream: RecordingUpstream, line: bytes
+) -> None:
+    head = b"POST %b HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n" % RENDER.encode() + line
+    assert _ask(front.address, head + b"Content-Length: 2\r\n\r\n{}").status == 400
+    assert not upstream.requests
+
+
+_LONG = [(b"x-long-%d" % number, b"v" * 8000) for number in range(11)]
+
+
+def test_headers_over_96_kib_are_rejected(front: RunningSidecar, upstream: RecordingUpstream) -> None:
+    assert call(front.address, ORDINARY, BODY, *_LONG).status == 200
+    upstream.clear()
+    assert call(front.address, ORDINARY, BODY, *_LONG, (b"x-more", b"v" * 12000)).status == 431
+    assert not upstream.requests
+
+
+def test_more_than_a_thousand_header_lines_are_rejected(front: RunningSidecar, upstream: RecordingUpstream) -> None:
+    lines = [(b"x-%d" % number, b"1") for number in range(1001)]
+    assert call(front.address, ORDINARY, BODY, *lines[:900]).status == 200
+    upstream.clear()
+    assert call(front.address, ORDINARY, BODY, *lines).status == 431
+    assert not upstream.requests
+
+
+def test_headers_over_96_kib_end_their_own_stream_only_on_http_2(
+    front: RunningSidecar, upstream: RecordingUpstream
+) -> None:
+    with Http2(front.address) as client:
+        with pytest.raises(Closed):
+            client.post(ORDINARY, [JSON, *_LONG, (b"x-more", b"v" * 12000)], BODY)
+        assert client.post(ORDINARY, [JSON, *_LONG], BODY).status == 200
+    assert len(upstream.requests) == 1
