@@ -32,6 +32,7 @@ from control_plane.inject import inject_stream, uninject_stream
 from control_plane.pod import parse_resources
 from control_plane.policy import ROLES, Policies, Policy, Role, load_policies
 from control_plane.render import (
+    DEFAULT_REQUEST_TIMEOUT,
     TARGETS,
     Address,
     Attachment,
@@ -74,6 +75,7 @@ USED_BY: Mapping[str, tuple[str, ...]] = {
     "--admin": ("bootstrap",),
     "--control-plane": _OURS,
     "--access-log": _OURS,
+    "--request-timeout": _OURS,
     "--namespace": _OBJECTS,
     "--selector": ("istio",),
     "--gateway": ("envoy-gateway",),
@@ -176,6 +178,10 @@ _admin = _option("--admin", metavar="HOST:PORT", help="Envoy's admin: metrics an
 _control_plane = _option(
     "--control-plane", metavar="HOST:PORT", help="A running `vllm-priority serve` that sends policy changes."
 )
+_request_timeout = _option(
+    "--request-timeout", type=_whole(range(86401)), default=DEFAULT_REQUEST_TIMEOUT, show_default=True,
+    metavar="SECONDS", help="How long a request may take to arrive. Responses are not bound by it. 0: no bound.",
+)  # fmt: skip
 _json_flag = _option("--json", "as_json", is_flag=True, help="For machines.")
 
 
@@ -238,6 +244,7 @@ def validate(path: str, as_json: bool) -> None:
 @_admin
 @_control_plane
 @_option("--access-log", metavar="FILE", default="/dev/stdout", show_default=True, help="Envoy's access log.")
+@_request_timeout
 @_option("--namespace", metavar="NAME", help="Of the objects for Istio and Envoy Gateway. Default: kubectl's.")
 @_option(
     "--selector", multiple=True, metavar="KEY=VALUE",
@@ -259,6 +266,7 @@ def config(
     admin: str | None,
     control_plane: str | None,
     access_log: str,
+    request_timeout: int,
     namespace: str | None,
     selector: tuple[str, ...],
     gateway: str | None,
@@ -273,6 +281,7 @@ def config(
     placement = replace(
         _placement(role, upstream, listen, admin, target),
         access_log=access_log,
+        request_timeout_seconds=request_timeout,
         control_plane=Address.parse(control_plane, "--control-plane") if control_plane is not None else None,
         policy_name=policy_name,
         attachment=Attachment.parse(namespace, selector, gateway),
@@ -303,6 +312,7 @@ def config(
 @_option("--concurrency", type=_whole(WORKERS), default=2, show_default=True, help="Envoy workers.")
 @_option("--envoy", metavar="FILE", help="Envoy to run. Default: $ENVOY, the PATH, the PyPI wheel.")
 @_option("--access-log", metavar="FILE", default="/dev/stdout", show_default=True, help="Envoy's access log.")
+@_request_timeout
 @_option(
     "--drain", type=click.FloatRange(0, 86400), default=30, show_default=True, metavar="SECONDS",
     help="How long requests in flight may take to end once it is told to stop.",
@@ -318,12 +328,14 @@ def run(
     concurrency: int,
     envoy: str | None,
     access_log: str,
+    request_timeout: int,
     drain: float,
 ) -> None:
     """Run a sidecar in the foreground, in front of a vLLM server that is running."""
     placement = replace(
         _placement(role, upstream, listen, admin),
         access_log=access_log,
+        request_timeout_seconds=request_timeout,
         control_plane=Address.parse(control_plane, "--control-plane") if control_plane is not None else None,
         policy_name=policy_name,
         node_id=f"{role}-{os.uname().nodename}-{os.getpid()}",

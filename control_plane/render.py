@@ -75,6 +75,11 @@ DEFAULT_SERVICE: Mapping[Role, Address] = {role: Address(f"vllm-{role}", 8000) f
 DEFAULT_ADMIN: Mapping[Role, Address] = {"render": Address("127.0.0.1", 19000), "engine": Address("127.0.0.1", 19001)}
 
 
+DEFAULT_REQUEST_TIMEOUT = 300
+"""Seconds that a request may take to arrive, from its first byte to its last. 0: no bound."""
+_HEADERS_TIMEOUT = 60
+"""The same for its headers alone."""
+
 # Names and label values as Kubernetes has them (RFC 1123, and apimachinery's validation of labels).
 _NAME = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 _LABEL = rf"(({_NAME}\.)*{_NAME}/)?[A-Za-z0-9]([A-Za-z0-9._-]{{0,61}}[A-Za-z0-9])?"
@@ -120,7 +125,10 @@ class Attachment:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one sidecar stands. `health` and `control_plane` are left out where None."""
+    """Where one sidecar stands. `health` and `control_plane` are left out where None.
+
+    `request_timeout_seconds`: how long a request may take to arrive; 0 is no bound.
+    """
 
     role: Role
     listen: Address
@@ -133,6 +141,7 @@ class Placement:
     policy_name: str | None = None
     access_log: str = "/dev/stdout"
     refresh_seconds: float = 5.0
+    request_timeout_seconds: int = DEFAULT_REQUEST_TIMEOUT
     attachment: Attachment = Attachment()
 
     @classmethod
@@ -278,8 +287,11 @@ def listeners(policy: Policy, placement: Placement) -> list[Resource]:
         buffer=_CONNECTION_BUFFER,
         window=_HTTP2_WINDOW,
         note=_FORWARDED_PROTO_NOTE,
+        request_timeout=f"{placement.request_timeout_seconds}s",
+        headers_timeout=f"{_HEADERS_TIMEOUT}s",
         default_host=str(placement.upstream),
         ignored_upgrades=_everything_but("websocket"),
+        local_replies={"mappers": _local_replies(placement)},
         routes=_routes(policy),
     )
     if placement.health is None:
@@ -551,6 +563,31 @@ def _everything_but(word: str) -> list[Resource]:
     """
     differs = [f"{word[:at]}([^{letter}].*)?" for at, letter in enumerate(word)]
     return [{"safe_regex": {"regex": f"(?i){pattern}"}} for pattern in (*differs, f"{word}.+")]
+
+
+def _error(status: int, kind: str, message: str) -> Resource:
+    """A body in the shape of vLLM's errors, for Envoy's own responses. Where a mapper has none, Envoy's text stays."""
+    error = {"error": {"message": message, "type": kind, "param": None, "code": status}}
+    text = json.dumps(error).replace("%", "%%")
+    return {"text_format_source": {"inline_string": text}, "content_type": "application/json"}
+
+
+def _local_replies(placement: Placement) -> list[Resource]:
+    """What Envoy's own responses become. The first mapper whose filter matches is used."""
+    bound = placement.request_timeout_seconds
+    late = f"The headers of a request must arrive within {_HEADERS_TIMEOUT} seconds"
+    if bound:
+        late += f", and all of it within {bound} seconds (set by --request-timeout)"
+    kinds: list[tuple[Resource, Resource]] = [
+        (_status("EQ", 408), {"body_format_override": _error(408, "Request Timeout", f"{late}.")}),
+    ]
+    return [{"filter": matched, **changes} for matched, changes in kinds]
+
+
+def _status(comparison: str, status: int) -> Resource:
+    """A filter of local responses by their status. Envoy requires a runtime key; nothing sets this one."""
+    value = {"default_value": status, "runtime_key": f"{FILTER_NAME}.local_reply"}
+    return {"status_code_filter": {"comparison": {"op": comparison, "value": value}}}
 
 
 _HEALTH_CHECKS = [

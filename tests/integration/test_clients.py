@@ -3,15 +3,23 @@
 Raw sockets throughout, since an ordinary client library would not send most of it.
 """
 
+import json
 import re
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from control_plane.render import Address
+from control_plane import render
+from control_plane.policy import Policy
+from control_plane.render import Address, Placement
 
-from .conftest import RENDER
-from .sidecars import RunningSidecar
-from .upstream import Connection, RecordingUpstream, Request
+from .conftest import GENERATE, MESSAGES, RENDER
+from .sidecars import RunningSidecar, load
+from .upstream import WAIT, Connection, RecordingUpstream, Request, response
 from .wire import Answer, Closed, Header, Http1, Http2, call, priority
 
 ORDINARY = "/v1/chat/completions"
@@ -264,3 +272,127 @@ def test_headers_over_96_kib_end_their_own_stream_only_on_http_2(
             client.post(ORDINARY, [JSON, *_LONG, (b"x-more", b"v" * 12000)], BODY)
         assert client.post(ORDINARY, [JSON, *_LONG], BODY).status == 200
     assert len(upstream.requests) == 1
+
+
+# A request that does not arrive.
+
+
+class _Impatient(RunningSidecar):
+    """Allows a second for a request to arrive."""
+
+    def configuration(self, policy: Policy, placement: Placement) -> dict[str, Any]:
+        return render.bootstrap(policy, replace(placement, request_timeout_seconds=1))
+
+
+@pytest.fixture(scope="module")
+def impatient(
+    envoy: Path, _upstream: RecordingUpstream, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RunningSidecar]:
+    started = _Impatient(envoy, tmp_path_factory.mktemp("impatient"), "engine", load("{}"), _upstream.address)
+    yield started
+    try:
+        assert not any(started.lua_errors().values())
+    finally:
+        started.stop()
+
+
+@pytest.mark.parametrize("target", [ORDINARY, RENDER, GENERATE])
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+def test_a_body_that_stops_arriving_is_rejected_after_the_bound(
+    impatient: RunningSidecar, upstream: RecordingUpstream, target: str, framing: str
+) -> None:
+    framed = b"Content-Length: 100\r\n\r\n{" if framing == "length" else b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n"
+    head = b"POST %b HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nX-Vllm-Priority: 5\r\n" % target.encode()
+    answer = _ask(impatient.address, head + framed)
+    _assert_is_the_time_out(answer)
+    for request in upstream.requests:  # an ordinary body streams, so the upstream may have seen its beginning
+        assert request.gone.wait(WAIT)
+        assert not request.complete.is_set()
+
+
+def _assert_is_the_time_out(answer: Answer) -> None:
+    assert answer.status == 408
+    assert answer.header("content-type") == "application/json"
+    error = json.loads(answer.body)["error"]
+    assert (error["type"], error["param"], error["code"]) == ("Request Timeout", None, 408)
+    assert "1 second" in error["message"]
+    assert "--request-timeout" in error["message"]
+
+
+def test_a_body_that_arrives_too_slowly_is_rejected_after_the_bound(
+    impatient: RunningSidecar, upstream: RecordingUpstream
+) -> None:
+    with Http1(impatient.address) as client:
+        client.send(b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n")
+        client.sock.settimeout(0.1)
+        with pytest.raises((BrokenPipeError, ConnectionResetError, AssertionError)):
+            for _ in range(int(WAIT / 0.1)):
+                client.send(b"{")
+                try:
+                    _assert_is_the_time_out(client.answer())
+                except TimeoutError:
+                    continue
+                raise AssertionError
+    assert len(upstream.requests) == 1
+
+
+def test_a_stream_that_stops_arriving_leaves_the_others_of_its_connection_alone(
+    impatient: RunningSidecar, upstream: RecordingUpstream
+) -> None:
+    with Http2(impatient.address) as client:
+        stopped = client.open("POST", RENDER, [JSON, priority("5")])
+        client.data(stopped, b"{")
+        _assert_is_the_time_out(client.answer(stopped))
+        assert client.post(RENDER, [JSON, priority("5")], b"{}").status == 200
+    assert upstream.only.json() == {"priority": 5}
+
+
+@pytest.mark.parametrize("target", [ORDINARY, RENDER, MESSAGES])
+def test_a_response_is_not_bound_by_the_time_for_the_request(
+    impatient: RunningSidecar, upstream: RecordingUpstream, target: str
+) -> None:
+    """Silent for longer than the bound before its head, and again before its body's end."""
+
+    def slow(request: Request, connection: Connection) -> None:
+        connection.read_body(request)
+        head, _, body = response(b'{"a":1}').partition(b"\r\n\r\n")
+        time.sleep(1.5)
+        connection.send(head + b"\r\n\r\n" + body[:3])
+        time.sleep(1.5)
+        connection.send(body[3:])
+
+    upstream.handler = slow
+    assert call(impatient.address, target, BODY, JSON).status == 200
+
+
+def test_a_request_whose_response_has_begun_is_not_bound(
+    impatient: RunningSidecar, upstream: RecordingUpstream
+) -> None:
+    """A client may speak on while it is answered, as over a websocket that is tunnelled by hand."""
+    began = []
+
+    def early(request: Request, connection: Connection) -> None:
+        connection.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ntransfer-encoding: chunked\r\n\r\n1\r\na\r\n")
+        began.append(request)
+        connection.read_body(request)
+        connection.send(b"1\r\nb\r\n0\r\n\r\n")
+
+    upstream.handler = early
+    with Http1(impatient.address) as client:
+        client.send(b"POST /x HTTP/1.1\r\nHost: a\r\nContent-Length: 2\r\n\r\n{")
+        assert client.start().status == 200
+        assert client.reader.chunk() == b"a"
+        time.sleep(1.5)
+        client.send(b"}")
+        assert client.reader.chunk() == b"b"
+    assert upstream.only.body == b"{}"
+
+
+def test_a_websocket_outlives_the_bound(impatient: RunningSidecar, upstream: RecordingUpstream) -> None:
+    upstream.handler = _echo_websocket
+    with Http1(impatient.address) as client:
+        client.send(_websocket("websocket"))
+        assert client.start().status == 101
+        time.sleep(1.5)
+        client.send(b"still here")
+        assert client.reader.take(10) == b"STILL HERE"

@@ -299,13 +299,15 @@ def _seconds(text: str | None) -> float:
 
 
 def test_t6_no_timeout_is_shorter_than_a_long_queue(front: RunningSidecar) -> None:
-    """A gap of six minutes, in short: none of Envoy's clocks that end a silent stream runs out within an hour."""
+    """A gap of six minutes, in short: none of Envoy's clocks that end a silent response runs out within an hour.
+
+    `request_timeout` is not one of them: it stops when the request is complete (test_clients.py).
+    """
     managers = [m for m in front.config("HttpConnectionManager") if m["stat_prefix"] != "health"]
     assert managers
     for manager in managers:
         idle = manager["stream_idle_timeout"]  # left out, it is five minutes
         assert _seconds(idle) == 0 or _seconds(idle) >= 3600
-        assert _seconds(manager.get("request_timeout")) == 0
         assert _seconds(manager.get("common_http_protocol_options", {}).get("max_stream_duration")) == 0
         routes = [route for host in manager["route_config"]["virtual_hosts"] for route in host["routes"]]
         assert routes

@@ -282,6 +282,8 @@ URL = "is no URL of a server; allowed: the server's root, such as http://127.0.0
         ([*RUN, "--listen", "localhost:18000"], "--listen: 'localhost:18000' has a name for a host"),
         ([*RUN, "--concurrency", "0"], "vllm-priority: --concurrency: '0' is not allowed; allowed: 1 to 1024"),
         ([*RUN, "--drain", "-1"], "vllm-priority: --drain: '-1' is not allowed; allowed: 0 to 86400"),
+        ([*RUN, "--request-timeout", "-1"], "--request-timeout: '-1' is not allowed; allowed: 0 to 86400"),
+        ([*BOOTSTRAP, "--request-timeout", "0.5"], "--request-timeout: '0.5' is not allowed; allowed: 0 to 86400"),
         ([*RUN, "--drain", "nan"], "vllm-priority: --drain: 'nan' is not allowed; allowed: 0 to 86400"),
         ([*RUN, "--envoy", "none"], "--envoy: 'none' is no program that can be run; allowed: the path of"),
         # explain
@@ -585,6 +587,7 @@ CHANGES = {
     "--admin": ["127.0.0.1:9002"],
     "--control-plane": ["127.0.0.1:9003"],
     "--access-log": ["/dev/null"],
+    "--request-timeout": ["60"],
     "--namespace": ["ml"],
     "--selector": ["app=vllm"],
     "--gateway": ["infra/eg"],

@@ -1,5 +1,6 @@
 """Addresses, and what a rendered bootstrap holds: what a sidecar must never do to other traffic."""
 
+import json
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -91,6 +92,21 @@ def test_a_name_is_resolved_and_an_ip_is_not(host: str, kind: str) -> None:
 def test_ipv6_any_takes_ipv4_too() -> None:
     (address,) = found(built(listen=Address("::", 7))["static_resources"]["listeners"], "socket_address")
     assert address["ipv4_compat"] is True
+
+
+def test_a_request_has_five_minutes_to_arrive_unless_told_otherwise() -> None:
+    assert list(found(built(), "request_timeout")) == ["300s"]
+    assert list(found(built(request_timeout_seconds=5), "request_timeout")) == ["5s"]
+    assert list(found(built(request_timeout_seconds=0), "request_timeout")) == ["0s"]
+
+
+@pytest.mark.parametrize(("bound", "told"), [(300, "within 300 seconds"), (0, "within 60 seconds.")])
+def test_the_response_to_a_late_request_names_the_bound_and_its_option(bound: int, told: str) -> None:
+    mappers = list(found(built(request_timeout_seconds=bound), "mappers"))[0]
+    (text,) = list(found(mappers, "text_format_source"))
+    message = json.loads(text["inline_string"])["error"]["message"]
+    assert told in message
+    assert ("--request-timeout" in message) == bool(bound)
 
 
 @pytest.mark.parametrize("upgrade", ["websocket", "WebSocket", "websocke", "websockets", "w", "", "TLS/1.2", "h2c"])
