@@ -506,13 +506,32 @@ _WITHOUT_LUA = {
 }
 
 
+_FROM_A_PAGE = "'origin' in request.headers"
+"""CEL: whether a page in a browser sent the request. A header whose value is empty otherwise is not added by Envoy."""
+_TO_A_PAGE = (
+    f"{_FROM_A_PAGE} && '{FILTER_NAME}' in metadata.filter_metadata"
+    f" && 'report' in metadata.filter_metadata['{FILTER_NAME}']"
+)
+"""CEL: whether a page gets a report. It can read the report only if the response exposes that header."""
+
+
+def _cel_text(text: str) -> str:
+    """A string of CEL. Header names may contain quotes, and percent signs, which would end Envoy's command."""
+    return "'" + re.sub(r"[^a-z0-9_-]", lambda found: f"\\x{ord(found[0]):02x}", text) + "'"
+
+
 def _report_headers(policy: Policy) -> list[Resource]:
     """What adds the report to a response, Envoy's own included. Lua would take three times as long."""
     if not policy.report_header:
         return []
     value = f"%DYNAMIC_METADATA({FILTER_NAME}:report)%"
     header = {"key": policy.report_header, "value": value}
-    return [{"header": header, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}]
+    name = f"%CEL({_TO_A_PAGE} ? {_cel_text(policy.report_header)} : '')%"
+    exposed = {"key": "access-control-expose-headers", "value": name}
+    return [
+        {"header": header, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"},
+        {"header": exposed, "append_action": "APPEND_IF_EXISTS_OR_ADD"},
+    ]
 
 
 def _routes(policy: Policy) -> list[Resource]:
@@ -573,21 +592,32 @@ def _error(status: int, kind: str, message: str) -> Resource:
 
 
 def _local_replies(placement: Placement) -> list[Resource]:
-    """What Envoy's own responses become. The first mapper whose filter matches is used."""
+    """What Envoy's own responses become. The first mapper whose filter matches is used, so the last one matches all.
+
+    Each lets a browser's page read the response, as vLLM's own do (`--allowed-origins`, by default all).
+    """
     bound = placement.request_timeout_seconds
     late = f"The headers of a request must arrive within {_HEADERS_TIMEOUT} seconds"
     if bound:
         late += f", and all of it within {bound} seconds (set by --request-timeout)"
     kinds: list[tuple[Resource, Resource]] = [
         (_status("EQ", 408), {"body_format_override": _error(408, "Request Timeout", f"{late}.")}),
+        (_status("GE", 100), {}),
     ]
-    return [{"filter": matched, **changes} for matched, changes in kinds]
+    return [{"filter": matched, "headers_to_add": [_READABLE], **changes} for matched, changes in kinds]
 
 
 def _status(comparison: str, status: int) -> Resource:
     """A filter of local responses by their status. Envoy requires a runtime key; nothing sets this one."""
     value = {"default_value": status, "runtime_key": f"{FILTER_NAME}.local_reply"}
     return {"status_code_filter": {"comparison": {"op": comparison, "value": value}}}
+
+
+_READABLE = {
+    "header": {"key": "access-control-allow-origin", "value": f"%CEL({_FROM_A_PAGE} ? '*' : '')%"},
+    "append_action": "OVERWRITE_IF_EXISTS_OR_ADD",
+}
+"""Lets a page in a browser read Envoy's own responses."""
 
 
 _HEALTH_CHECKS = [

@@ -17,13 +17,14 @@ from control_plane import render
 from control_plane.policy import Policy
 from control_plane.render import Address, Placement
 
-from .conftest import GENERATE, MESSAGES, RENDER
+from .conftest import GENERATE, MESSAGES, RENDER, SidecarFactory
 from .sidecars import RunningSidecar, load
-from .upstream import WAIT, Connection, RecordingUpstream, Request, response
-from .wire import Answer, Closed, Header, Http1, Http2, call, priority
+from .upstream import WAIT, Connection, RecordingUpstream, Request, answering, response
+from .wire import Answer, Closed, Header, Http1, Http2, call, connect, priority
 
 ORDINARY = "/v1/chat/completions"
 JSON = (b"Content-Type", b"application/json")
+ORIGIN = (b"Origin", b"https://page.example")
 BODY = b'{"prompt":"x"}'
 
 
@@ -396,3 +397,76 @@ def test_a_websocket_outlives_the_bound(impatient: RunningSidecar, upstream: Rec
         time.sleep(1.5)
         client.send(b"still here")
         assert client.reader.take(10) == b"STILL HERE"
+
+
+# Pages in a browser.
+
+VLLM_CORS = [
+    (b"access-control-allow-origin", b"*"), (b"access-control-allow-credentials", b"true"),
+    (b"access-control-expose-headers", b"x-request-id"), (b"vary", b"Origin"),
+]  # fmt: skip
+
+
+def test_a_page_can_read_what_was_done_beside_what_vllm_exposes(
+    front: RunningSidecar, upstream: RecordingUpstream
+) -> None:
+    upstream.handler = answering(response(b"{}", headers=VLLM_CORS))
+    answer = call(front.address, RENDER, BODY, ORIGIN, priority("5"))
+    assert answer.applied == "5; source=header; outcome=inserted"
+    exposed = re.split(", *", ",".join(answer.all("access-control-expose-headers")))
+    assert exposed == ["x-request-id", "x-vllm-priority-applied"]
+    for name, value in VLLM_CORS:
+        if name != b"access-control-expose-headers":
+            assert answer.all(name.decode()) == [value.decode()]
+
+
+@pytest.mark.parametrize(("target", "headers"), [(RENDER, []), (ORDINARY, [ORIGIN]), ("/tokenize", [ORIGIN])])
+def test_nothing_is_exposed_without_a_page_or_without_a_report(
+    front: RunningSidecar, upstream: RecordingUpstream, target: str, headers: list[Header]
+) -> None:
+    answer = call(front.address, target, BODY, *headers, priority("5"))
+    assert answer.status == 200
+    assert [name for name, _ in answer.headers if name.lower().startswith(b"access-control")] == []
+
+
+def test_another_name_of_the_report_is_exposed_and_none_is_not(
+    sidecar: SidecarFactory, upstream: RecordingUpstream
+) -> None:
+    named = call(sidecar(policy="report_header: X-Done").address, RENDER, BODY, ORIGIN, priority("5"))
+    assert (named.header("x-done"), named.header("access-control-expose-headers")) == (
+        "5; source=header; outcome=inserted",
+        "x-done",
+    )
+    odd = call(sidecar(policy="report_header: x-it's-100%").address, RENDER, BODY, ORIGIN, priority("5"))
+    assert odd.header("access-control-expose-headers") == "x-it's-100%"
+    none = call(sidecar(policy="report_header: null").address, RENDER, BODY, ORIGIN, priority("5"))
+    assert none.header("access-control-expose-headers") is None
+
+
+def test_a_page_can_read_a_rejection_by_the_filter(front: RunningSidecar) -> None:
+    answer = call(front.address, RENDER, BODY, ORIGIN, priority("high"))
+    assert answer.status == 400
+    assert json.loads(answer.body)["error"]["param"] == "x-vllm-priority"
+    assert answer.header("access-control-allow-origin") == "*"
+    assert answer.header("access-control-expose-headers") == "x-vllm-priority-applied"
+
+
+def test_a_page_can_read_that_its_request_did_not_arrive(impatient: RunningSidecar) -> None:
+    with connect(impatient.address, "h2c") as client:
+        assert isinstance(client, Http2)
+        stopped = client.open("POST", RENDER, [JSON, ORIGIN])
+        client.data(stopped, b"{")
+        answer = client.answer(stopped)
+    _assert_is_the_time_out(answer)
+    assert answer.header("access-control-allow-origin") == "*"
+
+
+@pytest.mark.parametrize("target", [ORDINARY, RENDER])
+@pytest.mark.parametrize("page", [True, False])
+def test_a_page_can_read_that_the_server_is_away(
+    sidecar: SidecarFactory, upstream: RecordingUpstream, target: str, page: bool
+) -> None:
+    away = sidecar(to=Address("127.0.0.1", 1))
+    answer = call(away.address, target, BODY, *([ORIGIN] if page else []))
+    assert answer.status == 503
+    assert answer.header("access-control-allow-origin") == ("*" if page else None)

@@ -109,6 +109,14 @@ def test_the_response_to_a_late_request_names_the_bound_and_its_option(bound: in
     assert ("--request-timeout" in message) == bool(bound)
 
 
+def test_the_last_mapper_of_local_responses_matches_all_of_them() -> None:
+    """The first one that matches is used: one after it would never be."""
+    mappers = list(found(built(), "mappers"))[0]
+    comparisons = [mapper["filter"]["status_code_filter"]["comparison"] for mapper in mappers]
+    assert (comparisons[-1]["op"], comparisons[-1]["value"]["default_value"]) == ("GE", 100)
+    assert all(mapper["headers_to_add"] for mapper in mappers)
+
+
 @pytest.mark.parametrize("upgrade", ["websocket", "WebSocket", "websocke", "websockets", "w", "", "TLS/1.2", "h2c"])
 def test_every_upgrade_but_websocket_is_ignored(upgrade: str) -> None:
     matchers = list(found(built(), "ignore_http_11_upgrade"))[0]
