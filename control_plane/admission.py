@@ -34,6 +34,7 @@ from control_plane.pod import (
     Port,
     Review,
     Spec,
+    amount,
     ascii_line,
     guaranteed,
     parse_resources,
@@ -89,7 +90,7 @@ NATIVE_NAMES_FROM = (1, 33)
 
 DEFAULT_RESOURCES: Mapping[str, Any] = {
     "requests": {"cpu": "100m", "memory": "128Mi"},
-    # Above the heap that the bootstrap's overload manager grants, so that it acts before the kernel does.
+    # The sidecar sheds requests before its resident set reaches this: see `_memory_limit`.
     "limits": {"memory": "1280Mi"},
 }
 
@@ -344,6 +345,7 @@ def _plan(
     if policy is None:
         known = ", ".join(policies.by_name)
         raise _UninjectableError(f"annotation {POLICY}: {name!r} is no policy here; allowed: {known}")
+    resources = _resources(asked, settings, spec)
     placement = Placement(
         role=role,
         listen=Address(settings.listen_host, listen),
@@ -352,6 +354,7 @@ def _plan(
         health=Address(settings.listen_host, health),
         control_plane=settings.control_plane,
         policy_name=name,
+        memory_limit_bytes=_memory_limit(resources),
     )
     config = _config(policy, placement, labels)
     if len(verbatim(config)) > MAX_CONFIG_BYTES:
@@ -382,7 +385,7 @@ def _plan(
         redirect_image=settings.redirect_image,
         uid=settings.uid,
         concurrency=settings.concurrency,
-        resources=_resources(asked, settings, spec),
+        resources=resources,
         app_sleep=settings.drain_seconds if can_sleep and 0 < settings.drain_seconds < grace else 0,
         # A native sidecar is stopped once the others have ended. A plain one is stopped with them, and Envoy ends
         # at once then, so it is held back for as long as vLLM may take: all of the grace period but its end.
@@ -550,6 +553,12 @@ def _resources(asked: Mapping[str, str], settings: InjectorSettings, spec: Spec)
         except BadInput as error:
             raise _UninjectableError(str(error)) from None
     return guaranteed(settings.resources) if spec.is_guaranteed else settings.resources
+
+
+def _memory_limit(resources: Mapping[str, Any]) -> int:
+    """What the sidecar's container may use, in bytes; the built-in limit where it has none."""
+    limit = amount(resources.get("limits", {}).get("memory", ""))
+    return int(limit) if limit else Placement.memory_limit_bytes
 
 
 def _say_how_it_is_reached(

@@ -16,7 +16,7 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
-from control_plane import __version__, sidecar
+from control_plane import __version__, memory, sidecar
 from control_plane.admission import (
     DEFAULT_RESOURCES,
     DRAIN_SECONDS,
@@ -76,6 +76,7 @@ USED_BY: Mapping[str, tuple[str, ...]] = {
     "--control-plane": _OURS,
     "--access-log": _OURS,
     "--request-timeout": _OURS,
+    "--memory-limit": _OURS,
     "--namespace": _OBJECTS,
     "--selector": ("istio",),
     "--gateway": ("envoy-gateway",),
@@ -171,6 +172,7 @@ def _whole(numbers: range) -> click.IntRange:
 
 
 _role = _option("--role", type=click.Choice(ROLES), required=True, help="What vLLM does there.")
+_memory_limit = partial(_option, "--memory-limit", metavar="AMOUNT")
 _policy_file = _option("--policy", metavar="FILE", help="Policy in YAML. Default: the built-in policy.")
 _policy_name = _option("--policy-name", metavar="NAME", help="One of the file's named policies.")
 _listen = _option("--listen", metavar="HOST:PORT", help="Where the sidecar listens. Default: as the role has it.")
@@ -245,6 +247,7 @@ def validate(path: str, as_json: bool) -> None:
 @_control_plane
 @_option("--access-log", metavar="FILE", default="/dev/stdout", show_default=True, help="Envoy's access log.")
 @_request_timeout
+@_memory_limit(help="Memory that Envoy may use, such as 1280Mi. Default: 1280Mi.")
 @_option("--namespace", metavar="NAME", help="Of the objects for Istio and Envoy Gateway. Default: kubectl's.")
 @_option(
     "--selector", multiple=True, metavar="KEY=VALUE",
@@ -267,6 +270,7 @@ def config(
     control_plane: str | None,
     access_log: str,
     request_timeout: int,
+    memory_limit: str | None,
     namespace: str | None,
     selector: tuple[str, ...],
     gateway: str | None,
@@ -285,6 +289,9 @@ def config(
         control_plane=Address.parse(control_plane, "--control-plane") if control_plane is not None else None,
         policy_name=policy_name,
         attachment=Attachment.parse(namespace, selector, gateway),
+        memory_limit_bytes=(
+            Placement.memory_limit_bytes if memory_limit is None else memory.parse_limit(memory_limit, "--memory-limit")
+        ),
     )
     documents = render(target, _policy(policy, policy_name), placement)
     if check:
@@ -313,6 +320,9 @@ def config(
 @_option("--envoy", metavar="FILE", help="Envoy to run. Default: $ENVOY, the PATH, the PyPI wheel.")
 @_option("--access-log", metavar="FILE", default="/dev/stdout", show_default=True, help="Envoy's access log.")
 @_request_timeout
+@_memory_limit(
+    help="Memory that Envoy may use, such as 1280Mi. Default: this container's limit, or a quarter of the machine's."
+)
 @_option(
     "--drain", type=click.FloatRange(0, 86400), default=30, show_default=True, metavar="SECONDS",
     help="How long requests in flight may take to end once it is told to stop.",
@@ -329,6 +339,7 @@ def run(
     envoy: str | None,
     access_log: str,
     request_timeout: int,
+    memory_limit: str | None,
     drain: float,
 ) -> None:
     """Run a sidecar in the foreground, in front of a vLLM server that is running."""
@@ -339,6 +350,9 @@ def run(
         control_plane=Address.parse(control_plane, "--control-plane") if control_plane is not None else None,
         policy_name=policy_name,
         node_id=f"{role}-{os.uname().nodename}-{os.getpid()}",
+        memory_limit_bytes=(
+            memory.default_limit() if memory_limit is None else memory.parse_limit(memory_limit, "--memory-limit")
+        ),
     )
     built = bootstrap(_policy(policy, policy_name), placement)
     program = sidecar.find_envoy(envoy)

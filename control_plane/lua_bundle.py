@@ -19,11 +19,12 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "json_scan": (),
     "json_edit": ("json_scan",),
     "body": ("json_edit",),
+    "memory": (),
     "priority": (),
     "report": ("settings",),
     "rejection": ("settings", "priority"),
     "response": ("settings", "json_edit", "priority", "body", "report"),
-    "filter": ("settings", "json_edit", "priority", "body", "report", "rejection", "response"),
+    "filter": ("settings", "json_edit", "priority", "body", "report", "rejection", "response", "memory"),
     "deferred": ("body", "rejection", "report"),
     "on_response": ("response",),
 }

@@ -194,6 +194,11 @@ def _amount(quantity: str) -> Decimal:
     return Decimal(number) * Decimal(1024 if binary else 1000) ** _POWERS.get(unit, 0)
 
 
+def amount(quantity: str) -> Decimal | None:
+    """What a Kubernetes quantity stands for: 1Gi, 500m, 2e3; None for any other text."""
+    return _amount(quantity) if _QUANTITY.fullmatch(quantity) else None
+
+
 def parse_resources(text: str, what: str) -> Mapping[str, Any]:
     """Kubernetes' ResourceRequirements from JSON; BadInput names `what` was wrong."""
     allowed = 'allowed: such as {"requests": {"cpu": "100m"}, "limits": {"memory": "1Gi"}}'

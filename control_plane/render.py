@@ -143,12 +143,27 @@ class Placement:
     refresh_seconds: float = 5.0
     request_timeout_seconds: int = DEFAULT_REQUEST_TIMEOUT
     attachment: Attachment = Attachment()
+    memory_limit_bytes: int = 1280 * 1024**2
+    """What Envoy may use of the machine's or the container's memory: its resident set stays below it."""
 
     @classmethod
     def default(cls, role: Role, target: str = "bootstrap") -> Self:
         """The placement the commands use where nothing is named. Some targets name vLLM by its Service."""
         upstream = DEFAULT_SERVICE if target in {"istio-waypoint", "envoy-gateway"} else DEFAULT_UPSTREAM
         return cls(role, DEFAULT_LISTEN[role], upstream[role], DEFAULT_ADMIN[role])
+
+
+def _held_memory(placement: Placement) -> int:
+    """The resident set in bytes above which the filter sheds bodies; lua/memory.lua may use an eighth more.
+
+    What is left is for what grows between two readings: the allocator's own memory, the buffers of connections, LuaJIT.
+    """
+    return placement.memory_limit_bytes * 3 // 4
+
+
+def _max_heap(placement: Placement) -> int:
+    """What Envoy's overload manager takes for the whole heap, in bytes. It counts no free pages, and not LuaJIT's."""
+    return placement.memory_limit_bytes * 9 // 10
 
 
 # How bodies are handled in an Envoy that we configure.
@@ -160,8 +175,8 @@ _HELD_HERE = 32768
 """A longer body, and one of unknown length, is held by the deferred filter: HELD_HERE in lua/filter.lua."""
 _HELD_SLACK = 1048576
 """Bytes that Envoy may hold beyond `limits.max_body_bytes`, so that the filter sees where a body passes that limit."""
-_UNLIMITED = 2**53
-"""Bytes that Envoy may hold where the policy sets no limit."""
+_UNLIMITED = 2**32 - 1
+"""Bytes that Envoy may hold where the policy sets no limit: lua/memory.lua sets it, not this."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +237,7 @@ OUTCOMES = (
     "inserted", "replaced", "kept", "response_edited", "absent",
     "invalid", "out_of_range", "ambiguous", "invalid_path", "too_large",
     "unsupported_media_type", "unsupported_charset", "unsupported_encoding",
-    "malformed_json", "not_an_object", "empty_body", "upstream_error",
+    "malformed_json", "not_an_object", "empty_body", "upstream_error", "overloaded",
 )  # fmt: skip
 """What can become of a priority. Each has a counter."""
 
@@ -257,7 +272,7 @@ def _lua(script: str) -> Resource:
 def held_bytes(policy: Policy) -> int:
     """How many bytes of one body a proxy has to hold."""
     limit = policy.limits.max_body_bytes
-    return _UNLIMITED if limit is None else limit + _HELD_SLACK
+    return _UNLIMITED if limit is None else min(limit + _HELD_SLACK, _UNLIMITED)
 
 
 def listeners(policy: Policy, placement: Placement) -> list[Resource]:
@@ -291,8 +306,8 @@ def listeners(policy: Policy, placement: Placement) -> list[Resource]:
         headers_timeout=f"{_HEADERS_TIMEOUT}s",
         default_host=str(placement.upstream),
         ignored_upgrades=_everything_but("websocket"),
-        local_replies={"mappers": _local_replies(placement)},
-        routes=_routes(policy),
+        local_replies={"mappers": _local_replies(policy, placement)},
+        routes=_routes(policy, _held_memory(placement)),
     )
     if placement.health is None:
         return [listener]
@@ -339,6 +354,7 @@ def bootstrap(policy: Policy, placement: Placement) -> Resource:
     return _place(
         "bootstrap",
         placement=placement,
+        max_heap=_max_heap(placement),
         node_metadata=node_metadata(policy, placement),
         admin=_socket_address(placement.admin),
         listeners=listeners(policy, placement),
@@ -534,7 +550,7 @@ def _report_headers(policy: Policy) -> list[Resource]:
     ]
 
 
-def _routes(policy: Policy) -> list[Resource]:
+def _routes(policy: Policy, held_memory: int) -> list[Resource]:
     """Every request goes to the one cluster; routes differ in what they remove and hold, and in which filters run.
 
     No policy can edit another method than POST, or a route on which vLLM reads the header itself: Lua is off there. The
@@ -549,7 +565,7 @@ def _routes(policy: Policy) -> list[Resource]:
             DEFERRED_NAME: {"@type": "type.googleapis.com/envoy.config.route.v3.FilterConfig", "config": {}}
         },
         # The main filter edits chunks only where this says that they will be held.
-        "metadata": {"filter_metadata": {FILTER_NAME: {"deferred": True}}},
+        "metadata": {"filter_metadata": {FILTER_NAME: {"deferred": True, "held_memory": held_memory}}},
     }
     without_lua = {"typed_per_filter_config": _WITHOUT_LUA}
     # Lua decodes a path as vLLM does; Envoy compares it as it came.
@@ -584,14 +600,7 @@ def _everything_but(word: str) -> list[Resource]:
     return [{"safe_regex": {"regex": f"(?i){pattern}"}} for pattern in (*differs, f"{word}.+")]
 
 
-def _error(status: int, kind: str, message: str) -> Resource:
-    """A body in the shape of vLLM's errors, for Envoy's own responses. Where a mapper has none, Envoy's text stays."""
-    error = {"error": {"message": message, "type": kind, "param": None, "code": status}}
-    text = json.dumps(error).replace("%", "%%")
-    return {"text_format_source": {"inline_string": text}, "content_type": "application/json"}
-
-
-def _local_replies(placement: Placement) -> list[Resource]:
+def _local_replies(policy: Policy, placement: Placement) -> list[Resource]:
     """What Envoy's own responses become. The first mapper whose filter matches is used, so the last one matches all.
 
     Each lets a browser's page read the response, as vLLM's own do (`--allowed-origins`, by default all).
@@ -600,11 +609,74 @@ def _local_replies(placement: Placement) -> list[Resource]:
     late = f"The headers of a request must arrive within {_HEADERS_TIMEOUT} seconds"
     if bound:
         late += f", and all of it within {bound} seconds (set by --request-timeout)"
+    again = "Send the request again later."
+    cut = 'response.code_details.startsWith("upstream_reset_before_response_started'
+    no_connection = " || ".join(
+        f'{cut}{{{reason}")'
+        for reason in ("remote_connection_failure", "local_connection_failure", "connection_timeout")
+    )
     kinds: list[tuple[Resource, Resource]] = [
-        (_status("EQ", 408), {"body_format_override": _error(408, "Request Timeout", f"{late}.")}),
+        (_status("EQ", 408), _error(408, f"{late}.")),
+        (
+            _details('response.code_details == "overload"'),
+            _error(
+                503,
+                f"the sidecar is short of memory and accepts no requests. {again}"
+                " If this happens often, raise the sidecar's memory limit.",
+            ),
+        ),
+        (
+            _details('response.code_details == "request_payload_too_large"'),
+            _error(
+                413,
+                f"the request body is larger than the {held_bytes(policy)} bytes that the sidecar can hold."
+                " Send a smaller body, or raise limits.max_body_bytes and restart the sidecar.",
+            ),
+        ),
+        (
+            _details('response.code_details == "no_healthy_upstream"'),
+            _error(
+                503,
+                "the sidecar has no vLLM server to send the request to: the server's address is unknown, or the server"
+                f" fails its health check. {again}",
+            ),
+        ),
+        (
+            _details(no_connection),
+            _error(503, f"the sidecar cannot connect to the vLLM server. Check that the server is running. {again}"),
+        ),
+        (
+            _details(f'response.code == 503 && {cut}")'),
+            _error(
+                503,
+                "the vLLM server closed the connection before it responded. The sidecar sends each request once. Send"
+                " it again if that is safe.",
+            ),
+        ),
         (_status("GE", 100), {}),
     ]
     return [{"filter": matched, "headers_to_add": [_READABLE], **changes} for matched, changes in kinds]
+
+
+_STATUS_NAMES = {408: "Request Timeout", 413: "Payload Too Large", 503: "Service Unavailable"}
+
+
+def _error(status: int, message: str) -> Resource:
+    """A body in the shape of vLLM's errors, for Envoy's own responses. Where a mapper has none, Envoy's text stays."""
+    error = {"error": {"message": message, "type": _STATUS_NAMES[status], "param": None, "code": status}}
+    text = json.dumps(error).replace("%", "%%")
+    return {"body_format_override": {"text_format_source": {"inline_string": text}, "content_type": "application/json"}}
+
+
+def _details(expression: str) -> Resource:
+    """A filter of local responses by a CEL expression."""
+    cel = "type.googleapis.com/envoy.extensions.access_loggers.filters.cel.v3.ExpressionFilter"
+    return {
+        "extension_filter": {
+            "name": "envoy.access_loggers.extension_filters.cel",
+            "typed_config": {"@type": cel, "expression": expression},
+        }
+    }
 
 
 def _status(comparison: str, status: int) -> Resource:

@@ -3,7 +3,7 @@
 -- A request that names a priority, on a route that does not read the header, has its body edited. On a route whose
 -- response alone can carry the priority, the response is edited. Everything else passes at once, untouched.
 
-local settings, json_edit, priority, body, report, rejection, response = ...
+local settings, json_edit, priority, body, report, rejection, response, memory = ...
 
 local find, tonumber = string.find, tonumber
 local note, report_of, tell = report.note, report.of, report.tell
@@ -98,12 +98,15 @@ end
 local function edit_passing(handle, length, verdict, why)
   tell_deferred(handle, "deferred", length and "length" or "chunked")
   local editor = verdict and json_edit.new(MEMBER, verdict.text, length, verdict == default, false)
-  local passed = 0
+  local passed, held, memory_limit = 0, {}, handle:metadata():get("held_memory")
+  memory_limit = tonumber(memory_limit) -- Envoy Gateway's validator returns a text for every key
   for chunk in handle:bodyChunks() do
     local size = chunk:length()
     passed = passed + size
     if not why and MAX_BODY and passed > MAX_BODY then
       why = rejection.TOO_LARGE
+    elseif not why and memory_limit and memory.is_exhausted(held, memory_limit, size) then
+      why = rejection.OVERLOADED
     end
     if not why and size > 0 then
       local new = body.edit(editor, chunk, size)

@@ -87,6 +87,7 @@ local TYPES = {
   [400] = "Bad Request",
   [413] = "Payload Too Large",
   [415] = "Unsupported Media Type",
+  [503] = "Service Unavailable",
 }
 
 function priority.error_body(code, message, param)

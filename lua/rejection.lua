@@ -56,6 +56,14 @@ if MAX_BODY then
   }
 end
 
+rejection.OVERLOADED = {
+  outcome = "overloaded",
+  status = 503,
+  no_param = true,
+  message = "the sidecar holds as many request bodies as its memory limit allows. Send the request again later. "
+    .. "If this happens often, raise the sidecar's memory limit, or lower limits.max_body_bytes",
+}
+
 rejection.AMBIGUOUS_HEADER = {
   outcome = "ambiguous",
   status = 400,

@@ -1,8 +1,11 @@
 """Requests that were made to break the sidecar, and did."""
 
 import json
+import socket
 
 import pytest
+
+from control_plane.render import Address
 
 from .conftest import MESSAGES, RENDER, SidecarFactory
 from .sidecars import RunningSidecar
@@ -82,3 +85,29 @@ def test_the_limit_does_not_hold_a_body_that_is_not_edited(
     body = json.dumps({"prompt": "x" * 100_000}).encode()
     answer = call(limited.address, RENDER, body, transport=transport)
     assert (answer.status, upstream.only.body == body) == (200, True)
+
+
+@pytest.mark.parametrize("path", [RENDER, "/v1/models"])
+@pytest.mark.parametrize(
+    ("listens", "message"),
+    [
+        (False, "the sidecar cannot connect to the vLLM server. Check that the server is running."),
+        (True, "the vLLM server closed the connection before it responded."),
+    ],
+)
+def test_a_server_that_does_not_respond_is_a_503_in_vllms_shape(
+    sidecar: SidecarFactory, upstream: RecordingUpstream, path: str, listens: bool, message: str
+) -> None:
+    def hang_up(request: Request, connection: Connection) -> None:
+        connection.read_body(request)
+        connection.reset()
+
+    upstream.handler = hang_up
+    with socket.create_server(("127.0.0.1", 0)) as unused:
+        nobody = Address("127.0.0.1", unused.getsockname()[1])
+    front = sidecar() if listens else sidecar(to=nobody)
+    answer = call(front.address, path, b"{}", priority("5"))
+    assert (answer.status, answer.header("content-type")) == (503, "application/json")
+    error = json.loads(answer.body)["error"]
+    assert error.pop("message").startswith(message)
+    assert error == {"type": "Service Unavailable", "param": None, "code": 503}

@@ -588,6 +588,7 @@ CHANGES = {
     "--control-plane": ["127.0.0.1:9003"],
     "--access-log": ["/dev/null"],
     "--request-timeout": ["60"],
+    "--memory-limit": ["512Mi"],
     "--namespace": ["ml"],
     "--selector": ["app=vllm"],
     "--gateway": ["infra/eg"],

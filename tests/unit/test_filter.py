@@ -175,6 +175,7 @@ def test_every_outcome_but_those_of_an_answer_is_reached_here() -> None:
         "response_edited",
         "upstream_error",
         "invalid_path",
+        "overloaded",
     }
 
 

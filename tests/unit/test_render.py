@@ -103,7 +103,7 @@ def test_a_request_has_five_minutes_to_arrive_unless_told_otherwise() -> None:
 @pytest.mark.parametrize(("bound", "told"), [(300, "within 300 seconds"), (0, "within 60 seconds.")])
 def test_the_response_to_a_late_request_names_the_bound_and_its_option(bound: int, told: str) -> None:
     mappers = list(found(built(request_timeout_seconds=bound), "mappers"))[0]
-    (text,) = list(found(mappers, "text_format_source"))
+    text = next(found(mappers, "text_format_source"))
     message = json.loads(text["inline_string"])["error"]["message"]
     assert told in message
     assert ("--request-timeout" in message) == bool(bound)
@@ -112,8 +112,8 @@ def test_the_response_to_a_late_request_names_the_bound_and_its_option(bound: in
 def test_the_last_mapper_of_local_responses_matches_all_of_them() -> None:
     """The first one that matches is used: one after it would never be."""
     mappers = list(found(built(), "mappers"))[0]
-    comparisons = [mapper["filter"]["status_code_filter"]["comparison"] for mapper in mappers]
-    assert (comparisons[-1]["op"], comparisons[-1]["value"]["default_value"]) == ("GE", 100)
+    comparison = mappers[-1]["filter"]["status_code_filter"]["comparison"]
+    assert (comparison["op"], comparison["value"]["default_value"]) == ("GE", 100)
     assert all(mapper["headers_to_add"] for mapper in mappers)
 
 

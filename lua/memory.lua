@@ -1,0 +1,75 @@
+-- Whether Envoy has the memory to hold more of a body.
+--
+-- Envoy's own means are not enough: its overload manager can reset HTTP/2 streams only, and a reset tells the client
+-- nothing. So the filter looks at the resident set of the process, and a body that must not grow is answered with 503.
+
+local memory = {}
+
+local match = string.match
+
+-- Bytes of bodies that arrive between two readings of the resident set, below the limit and above it. A reading takes
+-- about 30 us.
+local STEP, STEP_ABOVE = 1048576, 65536
+
+-- A table with weak keys. Envoy Gateway's validator has no setmetatable, and holds no body.
+local function weak()
+  return setmetatable and setmetatable({}, { __mode = "k" }) or {}
+end
+
+-- Bytes by body, in this worker, and the one body that may grow above the limit. The keys are weak, so that neither
+-- table needs to be told of a client that left.
+local held, favoured = weak(), weak()
+local unread, resident, held_here = STEP, 0, 0
+
+-- In bytes; 0 where there is no /proc.
+local function resident_set()
+  local file = io and io.open("/proc/self/status")
+  if not file then
+    return 0
+  end
+  local text = file:read("*a")
+  file:close()
+  return (tonumber(match(text or "", "VmRSS:%s*(%d+)")) or 0) * 1024
+end
+
+local function sum(bytes_by_body)
+  local total = 0
+  for _, bytes in pairs(bytes_by_body) do
+    total = total + bytes
+  end
+  return total
+end
+
+-- True where a body must not grow further. `body` is a table that lives as long as the request, `limit` the resident
+-- set in bytes above which bodies are shed, `size` how many bytes have just arrived.
+--
+-- Above the limit these may still grow:
+-- - Any body, where this worker holds little: the resident set is then memory that was freed and is used again before
+--   the system gives more.
+-- - Up to an eighth above the limit, the first MiB of each body, and one body: without it, clients that all send large
+--   bodies at the same time would all fail, and would all fail again.
+function memory.is_exhausted(body, limit, size)
+  local bytes = (held[body] or 0) + size
+  held[body] = bytes
+  unread = unread + size
+  if unread >= (resident > limit and STEP_ABOVE or STEP) then
+    unread = 0
+    resident = resident_set()
+    held_here = resident > limit and sum(held) or 0
+  end
+  if resident <= limit or held_here <= limit / 16 then
+    return false
+  elseif resident > limit * 1.125 then
+    return true
+  elseif bytes <= STEP then
+    return false
+  end
+  local first = next(favoured)
+  if not first then
+    favoured[body] = true
+    return false
+  end
+  return first ~= body
+end
+
+return memory
