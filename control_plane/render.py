@@ -570,9 +570,16 @@ def _routes(policy: Policy, held_memory: int) -> list[Resource]:
     without_lua = {"typed_per_filter_config": _WITHOUT_LUA}
     # Lua decodes a path as vLLM does; Envoy compares it as it came.
     percent_encoded = {"name": ":path", "string_match": {"contains": "%"}}
+    # Envoy joins the lines of a repeated content-type, and only Lua can separate equal ones again.
+    single = {
+        "name": "content-type",
+        "string_match": {"contains": ","},
+        "invert_match": True,
+        "treat_missing_header_as_empty": True,
+    }
     kinds: list[tuple[Resource, Resource]] = [
-        ({"prefix": "/", "headers": [not_post]}, without_lua),
-        *(({"path": path}, without_lua) for path in sorted(policy.routes.with_root(READS_HEADER))),
+        ({"prefix": "/", "headers": [not_post, single]}, without_lua),
+        *(({"path": path, "headers": [single]}, without_lua) for path in sorted(policy.routes.with_root(READS_HEADER))),
         ({"prefix": "/", "headers": [long]}, deferred),
         ({"prefix": "/", "headers": [unknown_length]}, deferred),
         *(({"path": path}, deferred) for path in sorted(policy.routes.with_root(RESPONSE_ROUTES))),

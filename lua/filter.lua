@@ -176,17 +176,22 @@ local function edit_request(handle, headers, verdict)
 end
 
 -- Why no body of this request can be edited, or nil.
-local function unmovable(headers)
+local function unmovable(headers, content_type)
   local encoding = headers:get("content-encoding")
   if encoding and encoding ~= "identity" then
     return rejection.OF_BODY.encoding
-  elseif not priority.is_json(headers:get("content-type")) or headers:get("upgrade") then
+  elseif not priority.is_json(content_type) or headers:get("upgrade") then
     return rejection.OF_BODY.media_type -- what follows an upgrade is not a body, and has no end to wait for
   end
 end
 
 function envoy_on_request(handle)
   local headers = handle:headers()
+  local content_type = headers:get("content-type")
+  if content_type and find(content_type, ",", 1, true) then
+    content_type = priority.repeated_line(content_type) or content_type
+    headers:replace("content-type", content_type)
+  end
   local kind = route_of(headers:get(":path"))
   if not kind or headers:get(":method") ~= "POST" then
     return
@@ -216,7 +221,7 @@ function envoy_on_request(handle)
     return
   end
 
-  local why = unmovable(headers)
+  local why = unmovable(headers, content_type)
   if not why then
     return edit_request(handle, headers, verdict)
   end

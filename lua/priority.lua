@@ -3,8 +3,8 @@
 -- A priority is text from end to end. Lua's numbers are doubles, which cannot hold every int64, and its tonumber
 -- accepts "0x10", "1e3" and "inf".
 
-local byte, char, find, format, gsub, lower, match, sub =
-  string.byte, string.char, string.find, string.format, string.gsub, string.lower, string.match, string.sub
+local byte, char, find, format, gsub, lower, match, rep, sub =
+  string.byte, string.char, string.find, string.format, string.gsub, string.lower, string.match, string.rep, string.sub
 
 local priority = {}
 
@@ -168,6 +168,22 @@ function priority.is_json(content_type)
     return true
   end
   return content_type ~= nil and trimmed(match(lower(content_type), "^[^;]*")) == "application/json"
+end
+
+-- Envoy joins the lines of a repeated header with commas. Gives the one line where all lines of a content-type are
+-- equal, and nil otherwise: lines that differ stay joined, so that vLLM rejects what could be read in two ways.
+local MAX_LINES = 8
+
+function priority.repeated_line(joined)
+  for count = MAX_LINES, 2, -1 do
+    local length = (#joined + 1) / count - 1
+    if length >= 1 and length % 1 == 0 then
+      local line = sub(joined, 1, length)
+      if rep(line .. ",", count - 1) .. line == joined then
+        return line
+      end
+    end
+  end
 end
 
 local function decoded(digits)

@@ -5,13 +5,16 @@ Raw sockets throughout, since an ordinary client library would not send most of 
 
 import json
 import re
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvicorn
+from starlette.datastructures import Headers
 
 from control_plane import render
 from control_plane.policy import Policy
@@ -20,7 +23,7 @@ from control_plane.render import Address, Placement
 from .conftest import GENERATE, MESSAGES, RENDER, SidecarFactory
 from .sidecars import RunningSidecar, load
 from .upstream import WAIT, Connection, RecordingUpstream, Request, answering, response
-from .wire import Answer, Closed, Header, Http1, Http2, call, connect, priority
+from .wire import TRANSPORTS, Answer, Closed, Header, Http1, Http2, call, connect, priority
 
 ORDINARY = "/v1/chat/completions"
 JSON = (b"Content-Type", b"application/json")
@@ -32,6 +35,81 @@ def _ask(address: Address, data: bytes) -> Answer:
     with Http1(address) as client:
         client.send(data)
         return client.answer()
+
+
+# A repeated content-type.
+
+
+async def _first_content_type(scope: dict, receive: Callable, send: Callable) -> None:  # type: ignore[type-arg]
+    """An application that responds with the content-type as vLLM reads it."""
+    if scope["type"] != "http":
+        return
+    found = Headers(scope=scope).get("content-type", "none").encode()
+    headers = [(b"content-length", b"%d" % len(found))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": found})
+
+
+@pytest.fixture(scope="module")
+def starlette() -> Iterator[Address]:
+    """A real uvicorn, with Starlette's reading of headers."""
+    config = uvicorn.Config(_first_content_type, host="127.0.0.1", port=0, log_level="error", lifespan="off")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    until = time.monotonic() + WAIT
+    while not server.started:
+        assert time.monotonic() < until, "uvicorn does not start"
+        time.sleep(0.01)
+    yield Address("127.0.0.1", server.servers[0].sockets[0].getsockname()[1])
+    server.should_exit = True
+    thread.join(5)
+
+
+@pytest.mark.parametrize(
+    "value", [b"application/json", b"application/json; charset=utf-8", b"multipart/form-data; b=1"]
+)
+@pytest.mark.parametrize("target", [ORDINARY, RENDER, MESSAGES, "/tokenize", "/v1/chat%2Fcompletions"])
+def test_equal_lines_of_content_type_mean_the_same_as_straight_at_the_server(
+    sidecar: SidecarFactory, starlette: Address, target: str, value: bytes
+) -> None:
+    for address in (starlette, sidecar(to=starlette).address):
+        for copies in (1, 2, 3):
+            lines = [(b"Content-Type", value)] * copies
+            answer = call(address, target, BODY, *lines, content_type=None)
+            assert (answer.status, answer.body) == (200, value)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("target", [ORDINARY, RENDER, GENERATE])
+def test_a_priority_is_moved_and_the_rest_arrives_under_equal_lines_of_content_type(
+    sidecar: SidecarFactory, upstream: RecordingUpstream, target: str, transport: str
+) -> None:
+    lines = [JSON, (b"content-type", b"application/json"), priority("5")]
+    answer = call(sidecar("engine").address, target, BODY, *lines, transport=transport, content_type=None)
+    assert answer.status == 200
+    assert upstream.only.all("content-type") == ["application/json"]
+    assert upstream.only.body == (BODY if target == ORDINARY else b'{"prompt":"x","priority":5}')
+    assert upstream.only.all("x-vllm-priority") == (["5"] if target == ORDINARY else [])
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "GET"])
+def test_equal_lines_of_content_type_are_one_with_every_method(
+    front: RunningSidecar, upstream: RecordingUpstream, method: str
+) -> None:
+    assert call(front.address, "/x", BODY, JSON, JSON, method=method, content_type=None).status == 200
+    assert upstream.only.all("content-type") == ["application/json"]
+
+
+@pytest.mark.parametrize("target", [ORDINARY, RENDER])
+def test_different_lines_of_content_type_are_not_made_one_of_them(
+    front: RunningSidecar, upstream: RecordingUpstream, target: str
+) -> None:
+    """vLLM would read the first. Joined, no media type is left, so vLLM rejects what could be read in two ways."""
+    lines = [JSON, (b"Content-Type", b"text/plain")]
+    assert call(front.address, target, BODY, *lines, content_type=None).status == 200
+    assert upstream.only.all("content-type") == ["application/json,text/plain"]
+    assert call(front.address, RENDER, BODY, *lines, priority("5"), content_type=None).status == 415
 
 
 # Upgrades.

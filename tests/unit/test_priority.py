@@ -310,3 +310,19 @@ def test_routes_are_found_alike_however_many_others_came_before() -> None:
     for number in range(2500):
         assert route_of(b"/other?%d" % number) is False
         assert route_of(f"{CHAT}?{number}".encode()) == b"request"
+
+
+@pytest.mark.parametrize("line", ["application/json", "application/json; charset=utf-8", "a", 'x/y; boundary="a,b"'])
+@pytest.mark.parametrize("count", range(2, 9))
+def test_equal_lines_that_were_joined_are_one(line: str, count: int) -> None:
+    found = _priority[b"repeated_line"](",".join([line] * count).encode())
+    assert found == line.encode()
+
+
+@pytest.mark.parametrize(
+    "joined",
+    ["a,b", "a,a,b", "a, a", "a,", ",a", ",", ",,", "a,,a", "application/json,text/plain", "x/y;b=1,x/y;b=2",
+     'multipart/form-data; boundary="a,b"', ",".join(["a"] * 11)],
+)  # fmt: skip
+def test_lines_that_differ_stay_joined(joined: str) -> None:
+    assert _priority[b"repeated_line"](joined.encode()) is None
