@@ -135,6 +135,9 @@ def _sidecar(plan: Plan) -> dict[str, Any]:
             str(plan.concurrency),
             "--log-level",
             "warning",
+            # It would warn at each poll that the control plane does not answer: the health check's log says so once.
+            "--component-log-level",
+            "config:error",
             # Its shared memory and socket would be those of any other Envoy in the pod, such as Istio's.
             "--disable-hot-restart",
         ],

@@ -29,6 +29,9 @@ FILTER_NAME = "vllm_priority"
 DEFERRED_NAME = f"{FILTER_NAME}_deferred"
 """Name of the deferred filter."""
 
+STANDARD_STREAMS: Mapping[str, str] = {"/dev/stdout": "Stdout", "/dev/stderr": "Stderr"}
+"""Access logs that Envoy writes by their descriptor -> the name of its logger."""
+
 
 # RFC 1123, and the underscores that resolvers take. What ends in a number is an IPv4 address or a slip of the pen.
 _HOST_NAME = (
@@ -128,6 +131,8 @@ class Placement:
     """Where one sidecar stands. `health` and `control_plane` are left out where None.
 
     `request_timeout_seconds`: how long a request may take to arrive; 0 is no bound.
+    `max_connections`: from clients, and as many again to the upstream. `spread`: send requests to every address of the
+    upstream's name, as to several servers; otherwise all addresses of a name are one server's.
     """
 
     role: Role
@@ -140,6 +145,8 @@ class Placement:
     labels: Mapping[str, str] = field(default_factory=dict)
     policy_name: str | None = None
     access_log: str = "/dev/stdout"
+    max_connections: int = 50_000
+    spread: bool = False
     refresh_seconds: float = 5.0
     request_timeout_seconds: int = DEFAULT_REQUEST_TIMEOUT
     attachment: Attachment = Attachment()
@@ -291,8 +298,7 @@ def listeners(policy: Policy, placement: Placement) -> list[Resource]:
         "listener",
         filter_name=FILTER_NAME,
         listen=_socket_address(placement.listen),
-        access_log=placement.access_log,
-        log_fields=_LOG_FIELDS,
+        access_log=_access_log(placement.access_log),
         http_filter=http_filter,
         deferred_filter={
             "name": DEFERRED_NAME,
@@ -319,9 +325,10 @@ def clusters(policy: Policy, placement: Placement) -> list[Resource]:
     found = [
         _place(
             "cluster",
-            discovery_type=_discovery_type(placement.upstream),
+            discovery_type=_discovery_type(placement.upstream, spread=placement.spread),
             address=_socket_address(placement.upstream),
             buffer=_CONNECTION_BUFFER,
+            max_connections=placement.max_connections,
             health_checks=_HEALTH_CHECKS if placement.health else [],
         )
     ]
@@ -331,6 +338,7 @@ def clusters(policy: Policy, placement: Placement) -> list[Resource]:
                 "control_plane_cluster",
                 discovery_type=_discovery_type(placement.control_plane),
                 address=_socket_address(placement.control_plane),
+                health_checks=_CONTROL_PLANE_CHECKS if placement.health else [],
             )
         )
     if placement.health:
@@ -724,8 +732,48 @@ _LOG_FIELDS = {
 }
 
 
-def _discovery_type(address: Address) -> str:
-    return "STATIC" if address.is_ip else "STRICT_DNS"
+_CONTROL_PLANE_CHECKS = [
+    {
+        "timeout": "5s",
+        "interval": "30s",
+        "no_traffic_interval": "30s",
+        "unhealthy_interval": "10s",
+        "unhealthy_threshold": 2,
+        "healthy_threshold": 1,
+        "tcp_health_check": {},
+        "event_logger": [
+            {
+                "name": "envoy.health_check.event_sink.file",
+                "typed_config": {
+                    "@type": "type.googleapis.com/envoy.extensions."
+                    "health_check.event_sinks.file.v3.HealthCheckEventFileSink",
+                    "event_log_path": "/dev/stdout",
+                },
+            }
+        ],
+    }
+]
+"""For an Envoy that runs without `vllm-priority run`: it logs when the control plane becomes unreachable and when it is
+back. The checks decide nothing: with its only host unhealthy, Envoy goes on polling it (panic threshold)."""
+
+
+def _access_log(path: str) -> Resource:
+    """Envoy's access logger. It cannot open /dev/stdout by its path where that is a socket, as under systemd."""
+    stream = STANDARD_STREAMS.get(path)
+    kind = f"stream.v3.{stream}AccessLog" if stream else "file.v3.FileAccessLog"
+    return {
+        "@type": f"type.googleapis.com/envoy.extensions.access_loggers.{kind}",
+        **({} if stream else {"path": path}),
+        "log_format": {"json_format": _LOG_FIELDS},
+    }
+
+
+def _discovery_type(address: Address, *, spread: bool = False) -> str:
+    if address.is_ip:
+        return "STATIC"
+    # With LOGICAL_DNS Envoy tries a name's addresses one after the other (happy eyeballs). With STRICT_DNS each
+    # address is a server of its own, and those on which nothing listens fail every request that they get.
+    return "STRICT_DNS" if spread else "LOGICAL_DNS"
 
 
 def _socket_address(address: Address) -> Resource:

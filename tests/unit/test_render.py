@@ -80,11 +80,11 @@ def test_the_bootstrap_names_what_it_was_given(role: Role) -> None:
     assert made["admin"]["address"]["socket_address"] == {"address": "127.0.0.1", "port_value": 8}
     upstream = made["static_resources"]["clusters"][0]
     assert upstream["name"] == "upstream"
-    assert upstream["type"] == "STRICT_DNS"
+    assert upstream["type"] == "LOGICAL_DNS"
     assert {"address": "vllm", "port_value": 9} in found(upstream, "socket_address")
 
 
-@pytest.mark.parametrize(("host", "kind"), [("127.0.0.1", "STATIC"), ("::1", "STATIC"), ("vllm", "STRICT_DNS")])
+@pytest.mark.parametrize(("host", "kind"), [("127.0.0.1", "STATIC"), ("::1", "STATIC"), ("vllm", "LOGICAL_DNS")])
 def test_a_name_is_resolved_and_an_ip_is_not(host: str, kind: str) -> None:
     assert built(upstream=Address(host, 9))["static_resources"]["clusters"][0]["type"] == kind
 
