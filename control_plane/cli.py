@@ -70,6 +70,7 @@ USED_BY: Mapping[str, tuple[str, ...]] = {
     "--target": _ALL,
     "--policy": _ALL,
     "--policy-name": _ALL,
+    "--spread": _OURS,
     "--upstream": (*_OURS, "istio-waypoint", "envoy-gateway"),
     "--listen": _OURS,
     "--admin": ("bootstrap",),
@@ -113,7 +114,13 @@ def _say_unused(context: click.Context, target: str) -> None:
 
 
 def _placement(
-    role: Role, upstream: str | None, listen: str | None, admin: str | None, target: str = "bootstrap"
+    role: Role,
+    upstream: str | None,
+    listen: str | None,
+    admin: str | None,
+    target: str = "bootstrap",
+    *,
+    spread: bool = False,
 ) -> Placement:
     default = Placement.default(role, target)
     placement = replace(
@@ -121,7 +128,10 @@ def _placement(
         listen=_own_address(listen, "--listen") if listen is not None else default.listen,
         upstream=Address.parse(upstream, "--upstream") if upstream is not None else default.upstream,
         admin=_own_address(admin, "--admin") if admin is not None else default.admin,
+        spread=spread,
     )
+    if spread and placement.upstream.is_ip:
+        raise BadInput(f"--spread: {placement.upstream} is one address. Use it with a name in --upstream.")
     for one, other in (("listen", "upstream"), ("listen", "admin"), ("admin", "upstream")):
         used = all(target in USED_BY[f"--{name}"] for name in (one, other))
         if used and getattr(placement, one) == getattr(placement, other):
@@ -183,6 +193,10 @@ _control_plane = _option(
 _request_timeout = _option(
     "--request-timeout", type=_whole(range(86401)), default=DEFAULT_REQUEST_TIMEOUT, show_default=True,
     metavar="SECONDS", help="How long a request may take to arrive. Responses are not bound by it. 0: no bound.",
+)  # fmt: skip
+_spread = _option(
+    "--spread", is_flag=True,
+    help="Send requests to every address of the upstream's name in turn, as to several servers.",
 )  # fmt: skip
 _json_flag = _option("--json", "as_json", is_flag=True, help="For machines.")
 
@@ -254,6 +268,7 @@ def validate(path: str, as_json: bool) -> None:
     help="istio: a label of the pods; may be given several times. Default: vllm-priority.io/role=ROLE.",
 )  # fmt: skip
 @_option("--gateway", metavar="[NAMESPACE/]NAME", help="envoy-gateway: the Gateway. Default: eg.")
+@_spread
 @_option("--check", is_flag=True, help="Have Envoy check a bootstrap before it is written.")
 @_option("--envoy", metavar="FILE", help="Envoy for --check. Default: $ENVOY, the PATH, the PyPI wheel.")
 @_option("-o", "--output", metavar="FILE", help="Where to write. Default: standard output.")
@@ -274,6 +289,7 @@ def config(
     namespace: str | None,
     selector: tuple[str, ...],
     gateway: str | None,
+    spread: bool,
     check: bool,
     envoy: str | None,
     output: str | None,
@@ -283,7 +299,7 @@ def config(
     if envoy is not None and not check:
         raise BadInput("--envoy: nothing runs it; allowed: with --check")
     placement = replace(
-        _placement(role, upstream, listen, admin, target),
+        _placement(role, upstream, listen, admin, target, spread=spread),
         access_log=access_log,
         request_timeout_seconds=request_timeout,
         control_plane=Address.parse(control_plane, "--control-plane") if control_plane is not None else None,
@@ -324,9 +340,15 @@ def config(
     help="Memory that Envoy may use, such as 1280Mi. Default: this container's limit, or a quarter of the machine's."
 )
 @_option(
-    "--drain", type=click.FloatRange(0, 86400), default=30, show_default=True, metavar="SECONDS",
-    help="How long requests in flight may take to end once it is told to stop.",
+    "--drain-seconds", type=click.FloatRange(0, 86400), default=30, show_default=True, metavar="SECONDS",
+    help="How long the requests in flight may take to end after SIGTERM or SIGINT.",
 )  # fmt: skip
+@_option(
+    "--drain-accept-seconds", type=click.FloatRange(0, 86400), metavar="SECONDS",
+    help="How long new connections are still accepted in that time: longer than a load balancer needs to stop "
+    "sending. Default: 5, or --drain-seconds where that is less.",
+)  # fmt: skip
+@_spread
 def run(
     role: Role,
     upstream: str,
@@ -340,11 +362,13 @@ def run(
     access_log: str,
     request_timeout: int,
     memory_limit: str | None,
-    drain: float,
+    drain_seconds: float,
+    drain_accept_seconds: float | None,
+    spread: bool,
 ) -> None:
     """Run a sidecar in the foreground, in front of a vLLM server that is running."""
     placement = replace(
-        _placement(role, upstream, listen, admin),
+        _placement(role, upstream, listen, admin, spread=spread),
         access_log=access_log,
         request_timeout_seconds=request_timeout,
         control_plane=Address.parse(control_plane, "--control-plane") if control_plane is not None else None,
@@ -354,9 +378,24 @@ def run(
             memory.default_limit() if memory_limit is None else memory.parse_limit(memory_limit, "--memory-limit")
         ),
     )
-    built = bootstrap(_policy(policy, policy_name), placement)
+    if drain_accept_seconds is None:
+        drain_accept_seconds = min(5.0, drain_seconds)
+    elif drain_accept_seconds > drain_seconds:
+        raise BadInput(
+            f"--drain-accept-seconds: {drain_accept_seconds:g} is more than --drain-seconds, which is "
+            f"{drain_seconds:g} and bounds it. Raise --drain-seconds, or lower this one."
+        )
+    chosen = _policy(policy, policy_name)
     program = sidecar.find_envoy(envoy)
-    sidecar.run_foreground(built, placement, program, concurrency=concurrency, drain_seconds=drain)
+    placement = sidecar.bounded(placement, concurrency)
+    sidecar.run_foreground(
+        bootstrap(chosen, placement),
+        placement,
+        program,
+        concurrency=concurrency,
+        drain_seconds=drain_seconds,
+        accept_seconds=drain_accept_seconds,
+    )
 
 
 @cli.command(

@@ -5,15 +5,18 @@ import fcntl
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import sysconfig
-import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import IO, Self
@@ -22,10 +25,16 @@ import httpx
 
 from control_plane.admission import ENVOY_VERSION
 from control_plane.errors import BadInput, EnvoyError
-from control_plane.render import Address, Placement, Resource
+from control_plane.render import STANDARD_STREAMS, Address, Placement, Resource
 
 OLDEST_ENVOY = (1, 36)
 """The oldest Envoy the tests run; older ones miss what the filter needs."""
+
+_SAMPLE_SECONDS, _IDLE_SAMPLES = 0.1, 5
+"""A drain ends after so many samples in a row without a request."""
+
+_OWN_FILES, _FILES_PER_WORKER = 128, 16
+"""Open files that Envoy needs beside its connections; 1.40 with two workers has 30."""
 
 
 def find_envoy(explicit: str | None = None) -> Path:
@@ -66,10 +75,10 @@ def envoy_version(envoy: Path) -> str:
 def check_config(envoy: Path, config: Resource) -> None:
     """Have Envoy itself check a bootstrap; EnvoyError with its own reason, BadInput where it is no Envoy."""
     envoy_version(envoy)
-    with _written(config) as path:
+    with _in_memory(config) as descriptor:
         done = subprocess.run(
-            [envoy, "--mode", "validate", "-c", path, "--use-dynamic-base-id", "-l", "critical"],
-            capture_output=True, text=True, timeout=60, check=False,
+            [envoy, "--mode", "validate", "-c", f"/dev/fd/{descriptor}", "--disable-hot-restart", "-l", "critical"],
+            capture_output=True, text=True, timeout=60, check=False, pass_fds=[descriptor],
         )  # fmt: skip
     if done.returncode != 0:
         raise EnvoyError(f"Envoy refuses the config: {_reason(done.stderr + done.stdout)}")
@@ -78,7 +87,8 @@ def check_config(envoy: Path, config: Resource) -> None:
 class Sidecar:
     """One running Envoy, as a context manager: entered when it listens, killed at the end.
 
-    `bootstrap` is what `render.bootstrap` gives. Envoy's own log goes to `log` (default: nowhere).
+    `bootstrap` is what `render.bootstrap` gives. Envoy's own log goes to the descriptor `log` (default: nowhere),
+    without the line that it has for each poll that the control plane does not answer.
     """
 
     def __init__(
@@ -87,7 +97,7 @@ class Sidecar:
         envoy: Path,
         *,
         concurrency: int = 1,
-        log: IO[bytes] | int = subprocess.DEVNULL,
+        log: int | None = None,
         log_level: str = "warning",
     ) -> None:
         self._bootstrap = bootstrap
@@ -95,7 +105,7 @@ class Sidecar:
         self._concurrency = concurrency
         self._log = log
         self._log_level = log_level
-        self._scratch = contextlib.ExitStack()
+        self._logging: threading.Thread | None = None
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -115,55 +125,86 @@ class Sidecar:
 
     def start(self, timeout: float = 30.0) -> None:
         """Start Envoy and wait until its listeners are up; EnvoyError with Envoy's reason where it ends before."""
-        path = self._scratch.enter_context(_written(self._bootstrap))
-        errors = self._scratch.enter_context(tempfile.TemporaryFile())
-        self.process = subprocess.Popen(
-            [
-                self._envoy, "-c", path, "--use-dynamic-base-id", "--concurrency", str(self._concurrency),
-                "--log-level", self._log_level, "--drain-time-s", "5", "--file-flush-interval-msec", "1000",
-            ],
-            stdin=subprocess.DEVNULL,
-            # Envoy's log: to the caller's place, or kept to name the reason if it does not start.
-            stderr=errors if self._log == subprocess.DEVNULL else self._log,
-            start_new_session=True,
-        )  # fmt: skip
-        deadline = time.monotonic() + timeout
-        while not self._is_live():
-            if self.process.poll() is not None:
-                errors.seek(0)
-                reason = _reason(errors.read().decode(errors="replace")) or f"exit status {self.process.returncode}"
-                self.kill()
-                raise EnvoyError(f"Envoy did not start: {reason}")
-            if time.monotonic() > deadline:
-                self.kill()
-                raise EnvoyError(f"Envoy did not start within {timeout:.0f} s")
-            time.sleep(0.02)
+        with _in_memory(self._bootstrap) as config, _in_memory() as errors:
+            self.process = process = subprocess.Popen(
+                [
+                    self._envoy, "-c", f"/dev/fd/{config}", "--concurrency", str(self._concurrency),
+                    # Nothing restarts hot, and what that needs would stay in /dev/shm after each run.
+                    "--disable-hot-restart", "--file-flush-interval-msec", "1000", "--log-level", self._log_level,
+                ],
+                stdin=subprocess.DEVNULL,
+                # Envoy's log: to the caller's place, or kept to name the reason if it does not start.
+                stderr=errors if self._log is None else subprocess.PIPE,
+                start_new_session=True,
+                pass_fds=[config],
+            )  # fmt: skip
+            if self._log is not None:
+                assert process.stderr is not None
+                self._logging = threading.Thread(target=_pass_on, args=(process.stderr, self._log), daemon=True)
+                self._logging.start()
+            deadline = time.monotonic() + timeout
+            while not self._is_live():
+                if process.poll() is not None:
+                    log = os.pread(errors, 1 << 20, 0).decode(errors="replace")
+                    raise EnvoyError(f"Envoy did not start: {_reason(log) or f'exit status {process.returncode}'}")
+                if time.monotonic() > deadline:
+                    self.kill()
+                    raise EnvoyError(f"Envoy did not start within {timeout:.0f} s")
+                time.sleep(0.02)
 
-    def drain(self, seconds: float) -> None:
-        """Stop accepting, let requests in flight end for at most `seconds`, then end Envoy."""
-        with (
-            contextlib.suppress(httpx.HTTPError),
-            httpx.Client(base_url=self.admin, timeout=5, trust_env=False) as admin,
-        ):
-            admin.post("/drain_listeners?graceful&skip_exit")
-            deadline = time.monotonic() + seconds
-            while time.monotonic() < deadline and self._active_requests(admin):
-                time.sleep(0.1)
-            admin.post("/quitquitquit")
+    def drain(self, seconds: float, accept_seconds: float) -> None:
+        """Ask clients to go elsewhere, let their requests end, then end Envoy.
+
+        For `accept_seconds` new connections are still accepted, and each response closes its connection (HTTP/1) or is
+        followed by GOAWAY (HTTP/2): whoever balances the load needs time to notice. After that connections are
+        refused, and Envoy ends when no request has been active for half a second, at the latest after `seconds`.
+        """
+        process = self.process
+        assert process is not None
+        now = time.monotonic()
+        deadline, accept_until = now + seconds, now + min(accept_seconds, seconds)
+        with httpx.Client(base_url=self.admin, timeout=5, trust_env=False) as admin:
+
+            def post(path: str) -> None:
+                with contextlib.suppress(httpx.HTTPError):
+                    admin.post(path)
+
+            post("/healthcheck/fail")
+            while process.poll() is None and (left := accept_until - time.monotonic()) > 0:
+                time.sleep(min(left, 0.1))
+            post("/drain_listeners")
+            idle_samples, before = 0, None
+            while process.poll() is None and idle_samples < _IDLE_SAMPLES and time.monotonic() < deadline:
+                # Short requests fall between two samples, so an idle one has no new request either.
+                now_seen = self._requests(admin)
+                idle_samples = idle_samples + 1 if now_seen == before and now_seen.get("active") == 0 else 0
+                before = now_seen
+                time.sleep(min(_SAMPLE_SECONDS, max(0.0, deadline - time.monotonic())))
+            post("/quitquitquit")
         self.kill()
 
     def kill(self) -> None:
-        """End Envoy at once, and remove what was written for it."""
-        if self.process is not None:
-            if self.process.poll() is None:
-                self.process.terminate()
-                try:
-                    self.process.wait(5)
-                except subprocess.TimeoutExpired:
-                    self.process.kill()
-                    self.process.wait()
-            self.process = None
-        self._scratch.close()
+        """End Envoy at once. A signal handler may call it, too."""
+        process, self.process = self.process, None
+        if process is not None and process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._logging is not None:
+            self._logging.join(1)
+
+    def stats(self, pattern: str, admin: httpx.Client | None = None) -> dict[str, int]:
+        """Envoy's counters and gauges whose names match the regular expression; empty where Envoy does not answer."""
+        get = admin.get if admin else partial(httpx.get, timeout=2, trust_env=False)
+        try:
+            lines = get(f"{self.admin}/stats", params={"filter": pattern}).text.splitlines()
+        except httpx.HTTPError:
+            return {}
+        pairs = (line.rpartition(": ") for line in lines)
+        return {name: int(value) for name, _, value in pairs if value.isdigit()}
 
     def _is_live(self) -> bool:
         try:
@@ -171,16 +212,77 @@ class Sidecar:
         except httpx.HTTPError:
             return False
 
-    @staticmethod
-    def _active_requests(admin: httpx.Client) -> int:
-        text = admin.get("/stats?filter=^http\\.vllm_priority\\.downstream_rq_active$").text
-        return int(text.rpartition(":")[2] or 0)
+    def _requests(self, admin: httpx.Client) -> dict[str, int]:
+        """How many requests are `active`, and how many there were in `total`; empty where Envoy does not answer."""
+        found = self.stats(r"^http\.vllm_priority\.downstream_rq_(active|total)$", admin)
+        return {name.rpartition("_")[2]: value for name, value in found.items()}
+
+
+class ControlPlaneWatch:
+    """Says once that the control plane does not answer, and once that it answers again.
+
+    Envoy's log has a line for each poll that fails, 17,000 a day, and none for the first that succeeds.
+    """
+
+    _COUNTERS = r"^(extension_config_discovery\..*\.update_failure|cluster\.control_plane\.upstream_rq_(200|304))$"
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._answers = self._failures = 0
+        self._away = False
+
+    def look(self, counters: Mapping[str, int]) -> str | None:
+        """The line to say, if any, after these counters, which are what `read` gives."""
+        answers = sum(value for name, value in counters.items() if "upstream_rq_" in name)
+        failures = sum(value for name, value in counters.items() if name.endswith("update_failure"))
+        if answers > self._answers:
+            self._answers, self._failures = answers, failures
+            was_away, self._away = self._away, False
+            return f"the control plane {self._address} answers again" if was_away else None
+        # One poll may fail as its connection closes.
+        if failures > self._failures + 1 and not self._away:
+            self._away = True
+            return f"the control plane {self._address} does not answer; the sidecar keeps its last policy"
+        return None
+
+    def read(self, sidecar: Sidecar) -> dict[str, int]:
+        """The counters of a running sidecar that `look` reads."""
+        return sidecar.stats(self._COUNTERS)
+
+
+def bounded(placement: Placement, concurrency: int) -> Placement:
+    """The placement with as many connections as this process, and so its Envoy, may have open files.
+
+    Without such a bound Envoy fails to accept at the limit, tries again without end, and clients wait. Raises the soft
+    limit to the hard one. BadInput where it is too low to serve anybody.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # as on a system that caps it below what it reports
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files == resource.RLIM_INFINITY:
+        return placement
+    kept = _OWN_FILES + _FILES_PER_WORKER * concurrency
+    # Each connection from a client may need one to the upstream.
+    connections = (files - kept) // 2
+    if connections < 1:
+        raise BadInput(
+            f"open files: a limit of {files} is too low for {concurrency} workers. Raise it to {kept + 2} or more, "
+            "for example with: ulimit -n 65536"
+        )
+    return replace(placement, max_connections=min(connections, placement.max_connections))
 
 
 def run_foreground(
-    bootstrap: Resource, placement: Placement, envoy: Path, *, concurrency: int, drain_seconds: float
+    bootstrap: Resource,
+    placement: Placement,
+    envoy: Path,
+    *,
+    concurrency: int,
+    drain_seconds: float,
+    accept_seconds: float,
 ) -> None:
-    """Run Envoy until it ends or a SIGTERM or SIGINT comes, which drains it first.
+    """Run Envoy until it ends or a SIGTERM or SIGINT comes, which drains it first (see Sidecar.drain).
 
     A second signal ends it at once. SIGHUP and SIGUSR1 (which reopens the access log) are passed on.
     """
@@ -191,10 +293,8 @@ def run_foreground(
     # After all that is bad input, which has to be mended first.
     if problem := _check_upstream(placement.upstream):
         _say(f"nothing answers on {placement.upstream} yet ({problem}); requests get a 503 until it does")
-    for descriptor in (sys.stdout.fileno(), sys.stderr.fileno()):
-        # Envoy appends to the same file: whoever writes at an offset of its own writes over its lines.
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
-    sidecar = Sidecar(bootstrap, envoy, concurrency=concurrency, log=sys.stderr.fileno())
+    for descriptor in (1, 2):
+        _prepare_stream(descriptor)
     signals: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -202,34 +302,64 @@ def run_foreground(
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, note)
-    sidecar.start()
-    process = sidecar.process
-    assert process is not None
-    _say(
-        f"{placement.role} sidecar listens on {placement.listen}, forwards to {placement.upstream}, "
-        f"admin on {placement.admin}, Envoy {version}"
-    )
-    while process.poll() is None:
-        if not signals:
-            time.sleep(0.1)
-            continue
-        received = signals.pop(0)
-        if received in (signal.SIGHUP, signal.SIGUSR1):
-            process.send_signal(signal.SIGUSR1)
-            continue
-        _say(f"draining for at most {drain_seconds:g} s")
-        for again in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(again, lambda *_: sidecar.kill())
-        sidecar.drain(drain_seconds)
-        return
-    status = process.returncode
-    sidecar.kill()
-    if status != 0:
-        raise EnvoyError(f"Envoy ended with status {status}; its own log, above, says why")
+    with Sidecar(bootstrap, envoy, concurrency=concurrency, log=2) as sidecar:
+        process = sidecar.process
+        assert process is not None
+        _say(
+            f"{placement.role} sidecar listens on {placement.listen}, forwards to {placement.upstream}, "
+            f"admin on {placement.admin}, accepts {placement.max_connections} connections, Envoy {version}"
+        )
+        watch = ControlPlaneWatch(placement.control_plane) if placement.control_plane else None
+        next_look = time.monotonic()
+        while process.poll() is None:
+            if not signals:
+                if watch and time.monotonic() >= next_look:
+                    if line := watch.look(watch.read(sidecar)):
+                        _say(line)
+                    next_look = time.monotonic() + placement.refresh_seconds
+                time.sleep(0.1)
+                continue
+            received = signals.pop(0)
+            if received in (signal.SIGHUP, signal.SIGUSR1):
+                process.send_signal(signal.SIGUSR1)
+                continue
+            for again in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(again, lambda *_: sidecar.kill())
+            _say(f"draining for at most {drain_seconds:g} s")
+            sidecar.drain(drain_seconds, accept_seconds)
+            return
+    if process.returncode != 0:
+        raise EnvoyError(f"Envoy ended with status {process.returncode}; its own log, above, says why")
+
+
+def _prepare_stream(descriptor: int) -> None:
+    """Have what is written to standard output or error appended, or discarded where the descriptor is closed.
+
+    Envoy writes to the same file: whoever writes at an offset of its own writes over its lines.
+    """
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_APPEND)
+    except OSError:
+        null = os.open(os.devnull, os.O_RDWR)
+        if null != descriptor:
+            os.dup2(null, descriptor)
+            os.close(null)
+        os.set_inheritable(descriptor, True)
 
 
 def _say(line: str) -> None:
-    print(f"vllm-priority: {line}", flush=True, file=sys.stderr)
+    # Who reads may be gone, as with Ctrl-C in `run 2>&1 | tee log`: that must not end a drain.
+    with contextlib.suppress(OSError):
+        print(f"vllm-priority: {line}", flush=True, file=sys.stderr)
+
+
+def _pass_on(log: IO[bytes], descriptor: int) -> None:
+    """Copy Envoy's log, line by line, without what ControlPlaneWatch says instead."""
+    with log:
+        for line in log:
+            if b"REST update for /v3/discovery:" not in line and b"REST config: initial fetch timeout" not in line:
+                with contextlib.suppress(OSError):  # who reads it may be gone
+                    os.write(descriptor, line)
 
 
 def _check_upstream(address: Address, timeout: float = 2.0) -> str | None:
@@ -245,6 +375,8 @@ def _check_upstream(address: Address, timeout: float = 2.0) -> str | None:
 
 def _check_writable(access_log: str) -> None:
     """BadInput where the file cannot be appended to: Envoy would say so in many lines."""
+    if access_log in STANDARD_STREAMS:
+        return  # Envoy writes to the descriptor
     try:
         with Path(access_log).open("ab"):
             pass
@@ -267,11 +399,16 @@ def _check_free(address: Address, what: str) -> None:
 
 
 @contextlib.contextmanager
-def _written(config: Resource) -> Iterator[str]:
-    with tempfile.NamedTemporaryFile("w", suffix=".json", prefix="vllm-priority-") as file:
-        json.dump(config, file)
-        file.flush()
-        yield file.name
+def _in_memory(config: Resource | None = None) -> Iterator[int]:
+    """A file without a place in any file system, which may be read-only. Envoy opens it as /dev/fd/N."""
+    descriptor = os.memfd_create("vllm-priority")
+    try:
+        if config is not None:
+            with open(descriptor, "w", encoding="utf-8", closefd=False) as file:
+                json.dump(config, file)
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def _reason(log: str) -> str:

@@ -15,7 +15,7 @@
 local json_scan = ...
 
 local byte, concat, find, sub = string.byte, table.concat, string.find, string.sub
-local is_value, next_event = json_scan.is_value, json_scan.next
+local classify, next_event = json_scan.classify, json_scan.next
 
 local json_edit = {}
 
@@ -88,8 +88,9 @@ local function edit(editor, s)
       end
     elseif event == "value_end" and not keep then
       local old = held .. sub(s, start, at - 1)
-      if #old > MAX_VALUE or not is_value(old) then
-        failed = #old > MAX_VALUE and "too_long" or "malformed"
+      local kind = #old <= MAX_VALUE and classify(old) or "unclear"
+      if kind ~= "value" then
+        failed = kind
         break
       end
       replace(start, at, old, editor.text)
@@ -101,7 +102,7 @@ local function edit(editor, s)
 
   failed = failed or scanner.failed
   if start and not failed and #held + #s - start >= MAX_VALUE then
-    failed = "too_long"
+    failed = "unclear"
   end
   if failed then
     -- Nothing of this piece is changed; what was held back goes before it.
@@ -224,7 +225,7 @@ end
 --   "not_object"  it is neither an object nor, with `in_list`, a list of objects
 --   "charset"     it is UTF-16 or UTF-32
 --   "too_many"    the object names the member more than MAX_FOUND times
---   "too_long"    a value of the member has more than MAX_VALUE bytes
+--   "unclear"     a value of the member is not one for every reader, or has more than MAX_VALUE bytes
 function json_edit.finish(editor)
   if not editor.failed and not editor.complete and not json_scan.is_complete(editor.scanner) then
     editor.failed = "malformed"

@@ -10,7 +10,7 @@
 --   * The bytes of a piece are looked at once, and nothing of it is kept but the part of a key: however the text is
 --     cut, time is linear in it and memory is constant.
 --   * Nested values are only skipped, by their strings and brackets. What that cannot see is harmless: an editor
---     replaces whole values that is_value() has accepted, and inserts before the closing brace, and by JSON's grammar
+--     replaces whole values that classify() calls values, and inserts before the closing brace, and by JSON's grammar
 --     (RFC 8259) neither can turn an invalid text into a valid one.
 --   * FAILED is final. `failed` then says why.
 
@@ -299,14 +299,12 @@ local function is_number(text)
   return rest == ""
 end
 
--- What a string may hold beside plain ASCII: escapes, but no lone surrogate, and UTF-8.
-local ESCAPES = {
+-- What a string may hold beside plain ASCII: escapes and UTF-8. The last two of the lenient ones are lone surrogates.
+local ESCAPES_AND_UTF8 = {
   '\\["\\/bfnrt]',
   "\\u[dD][89abAB]%x%x\\u[dD][c-fC-F]%x%x",
   "\\u[0-9a-cA-CefEF]%x%x%x",
   "\\u[dD][0-7]%x%x",
-}
-local UTF8 = {
   "[\194-\223][\128-\191]",
   "\224[\160-\191][\128-\191]",
   "[\225-\236\238\239][\128-\191][\128-\191]",
@@ -314,20 +312,31 @@ local UTF8 = {
   "\240[\144-\191][\128-\191][\128-\191]",
   "[\241-\243][\128-\191][\128-\191][\128-\191]",
   "\244[\128-\143][\128-\191][\128-\191]",
+  lenient = { "\\u%x%x%x%x", "\237[\160-\191][\128-\191]" },
+}
+local WORDS = {
+  ["true"] = true,
+  ["false"] = true,
+  ["null"] = true,
+  lenient = { NaN = true, Infinity = true, ["-Infinity"] = true },
 }
 
--- Whether the bytes between two quotes are a string by JSON's grammar. What is valid is replaced by a blank, so that no
--- two parts of it can join into something else.
+-- Whether values are read as Python's json module reads them, and whether one was nested too deeply to be read.
+local lenient, too_deep = false, false
+
+-- Whether the bytes between two quotes are a string. What is valid is replaced by a blank, so that no two parts of it
+-- can join into something else.
 local function is_string(text)
-  for _, valid in ipairs({ ESCAPES, UTF8 }) do
-    for _, pattern in ipairs(valid) do
-      text = gsub(text, pattern, " ")
-    end
+  for _, pattern in ipairs(ESCAPES_AND_UTF8) do
+    text = gsub(text, pattern, " ")
+  end
+  for _, pattern in ipairs(lenient and ESCAPES_AND_UTF8.lenient or {}) do
+    text = gsub(text, pattern, " ")
   end
   return find(text, '[%z\1-\31\\"\128-\255]') == nil
 end
 
--- Returns the position after the value at position i, or nil where there is no value by JSON's grammar.
+-- Returns the position after the value at position i, or nil where there is no value.
 local function value_end(s, i, depth)
   local code = byte(s, i)
   if code == QUOTE then
@@ -335,7 +344,7 @@ local function value_end(s, i, depth)
     return stop and is_string(sub(s, i + 1, stop - 1)) and stop + 1 or nil
   elseif code ~= OPEN_OBJECT and code ~= OPEN_LIST then
     local text = match(s, "^[%w.+-]+", i)
-    local valid = text and (text == "true" or text == "false" or text == "null" or is_number(text))
+    local valid = text and (WORDS[text] or is_number(text) or (lenient and WORDS.lenient[text]))
     return valid and i + #text or nil
   end
   local close = code == OPEN_OBJECT and CLOSE_OBJECT or CLOSE_LIST
@@ -344,6 +353,7 @@ local function value_end(s, i, depth)
   if code == close then
     return i + 1
   end
+  too_deep = too_deep or depth == 0
   while depth > 0 do
     if close == CLOSE_OBJECT then
       i, code = skip_space(s, code == QUOTE and value_end(s, i, depth) or nowhere)
@@ -358,9 +368,19 @@ local function value_end(s, i, depth)
   return nil
 end
 
--- Whether a text is one JSON value by RFC 8259, nested no deeper than MAX_DEPTH.
-function json_scan.is_value(text)
-  return value_end(text, 1, MAX_DEPTH) == #text + 1
+-- What a text is as a value of the member:
+--
+--   "value"      one JSON value by RFC 8259
+--   "malformed"  not a value for any reader
+--   "unclear"    a value for some readers only: NaN, Infinity, a lone surrogate, or nested deeper than MAX_DEPTH. Its
+--                text must not pass unchanged: a reader that accepts it may find another value of the member after it.
+function json_scan.classify(text)
+  lenient, too_deep = false, false
+  if value_end(text, 1, MAX_DEPTH) == #text + 1 then
+    return "value"
+  end
+  lenient = true
+  return (too_deep or value_end(text, 1, MAX_DEPTH) == #text + 1 or too_deep) and "unclear" or "malformed"
 end
 
 return json_scan

@@ -37,10 +37,10 @@ rejection.OF_BODY = {
     status = 400,
     message = "the body names its priority more than 256 times. Name it once",
   },
-  too_long = {
+  unclear = {
     outcome = "ambiguous",
     status = 400,
-    message = "the priority in the body is longer than 4096 bytes. Use an integer",
+    message = "the priority in the body is longer than 4096 bytes or not a value for every JSON reader. Use an integer",
   },
 }
 

@@ -33,8 +33,9 @@ start vllm launch render "$MODEL" --host 127.0.0.1 --port 8000
 # Without --enable-scale-out the routes answer 403; under the default policy, fcfs, a priority is passed over.
 # shellcheck disable=SC2086
 start vllm serve "$MODEL" --host 127.0.0.1 --port 8001 --enable-scale-out --scheduling-policy priority ${ENGINE_ARGS:-}
-start vllm-priority run --role render --upstream 127.0.0.1:8000 --listen "$BIND:18000" ${POLICY:+--policy "$POLICY"}
-start vllm-priority run --role engine --upstream 127.0.0.1:8001 --listen "$BIND:18001" ${POLICY:+--policy "$POLICY"}
+# vLLM ends together with its sidecar, so a sidecar that went on accepting would answer with errors.
+start vllm-priority run --role render --upstream 127.0.0.1:8000 --listen "$BIND:18000" --drain-accept-seconds 0 ${POLICY:+--policy "$POLICY"}
+start vllm-priority run --role engine --upstream 127.0.0.1:8001 --listen "$BIND:18001" --drain-accept-seconds 0 ${POLICY:+--policy "$POLICY"}
 
 # One that ends takes the others with it: half a pair would look alive.
 while sleep 1; do

@@ -147,7 +147,7 @@ def test_a_request_in_flight_is_finished_before_the_end(
 
 def test_the_drain_ends_when_its_time_is_over(run: Callable[..., Running], upstream: RecordingUpstream) -> None:
     upstream.handler = held = Held()
-    running = run(upstream.address, "--drain", "0.2")
+    running = run(upstream.address, "--drain-seconds", "0.2")
     running.said("listens on")
     client = threading.Thread(target=_ignored, args=(running.listen,))
     client.start()
@@ -165,7 +165,7 @@ def _ignored(to: Address) -> None:
 
 def test_a_second_signal_ends_it_at_once(run: Callable[..., Running], upstream: RecordingUpstream) -> None:
     upstream.handler = held = Held()
-    running = run(upstream.address, "--drain", "3600")
+    running = run(upstream.address, "--drain-seconds", "3600")
     running.said("listens on")
     (envoy,) = running.envoys()
     client = threading.Thread(target=_ignored, args=(running.listen,))

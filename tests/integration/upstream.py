@@ -160,9 +160,10 @@ OK = answering(response(b'{"ok":true}'))
 class RecordingUpstream:
     """A server on a port of its own; set `handler`, then read `requests`."""
 
-    def __init__(self) -> None:
-        self.listener = socket.create_server(("127.0.0.1", 0), backlog=128)
-        self.address = Address("127.0.0.1", self.listener.getsockname()[1])
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.listener = socket.create_server((host, port), family=family, backlog=128)
+        self.address = Address(host, self.listener.getsockname()[1])
         self.requests: list[Request] = []
         self.connections = 0
         self.handler: Handler = OK
