@@ -2,6 +2,7 @@
 
     python tests/bench/instructions.py
     python tests/bench/instructions.py --bodies 29KB --only header-only,ours
+    python tests/bench/instructions.py --bodies 200KB-tools --only header-only,ours --replace end --requests 100
 
 It counts and does not time, so other work on the machine does not show in it. The steps are a ladder: each is the one
 before and one thing more that a filter cannot do without if it edits the body, counts, logs and answers with a header;
@@ -68,6 +69,7 @@ def script(step: str) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bodies", default="100B,29KB", help=f"comma-separated, of: {', '.join(bodies.NAMES)}")
+    parser.add_argument("--replace", choices=bodies.PLACES, help="the body already has a priority, there")
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--only", help=f"comma-separated, of: {', '.join(STEPS)}")
     parser.add_argument("--envoy", help="path of the Envoy to run")
@@ -77,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = chosen("--bodies", options.bodies, bodies.NAMES)
         require("valgrind", "valgrind")
         require("h2load", "nghttp2-client")
-        _run(steps, names, options.requests, find_envoy(options.envoy))
+        _run(steps, names, options.replace, options.requests, find_envoy(options.envoy))
     except BenchError as error:
         print(f"instructions: {error}", file=sys.stderr)
         return 2
@@ -86,13 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(steps: list[str], names: list[str], requests: int, binary: str) -> None:
+def _run(steps: list[str], names: list[str], replace: bodies.Place | None, requests: int, binary: str) -> None:
     with tempfile.TemporaryDirectory(prefix="instructions-") as folder, ThreadPoolExecutor(len(names)) as pool:
         counts: dict[str, list[float]] = {name: [] for name in names}
         print(f"| thousand instructions a request | {' | '.join(f'{name} | more' for name in names)} |")
         print(f"|---|{'---:|' * 2 * len(names)}")
         for step in steps:
-            ways = [pool.submit(_step, step, name, requests, binary, Path(folder)) for name in names]
+            ways = [pool.submit(_step, step, name, replace, requests, binary, Path(folder)) for name in names]
             cells = []
             for name, way in zip(names, ways, strict=True):
                 counts[name].append(way.result())
@@ -101,12 +103,12 @@ def _run(steps: list[str], names: list[str], requests: int, binary: str) -> None
             print(f"| {step} | {' | '.join(cells)} |", flush=True)
 
 
-def _step(step: str, name: str, requests: int, binary: str, parent: Path) -> float:
+def _step(step: str, name: str, replace: bodies.Place | None, requests: int, binary: str, parent: Path) -> float:
     body = bodies.body(name)
     with tempfile.TemporaryDirectory(dir=parent) as at:
         folder = Path(at)
         data = folder / "body"
-        data.write_bytes(body.data)
+        data.write_bytes(body.with_priority(replace) if replace else body.data)
         drain_port, port = free_port(), free_port()
         config = configs.product()
         if step not in _OURS:

@@ -73,7 +73,7 @@ def chosen(option: str, text: str | None, known: Sequence[str]) -> list[str]:
     names = text.split(",") if text else list(known)
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise BenchError(f"{option} {unknown[0]}: unknown; allowed: {', '.join(known)}")
+        raise BenchError(f"{option}: {unknown[0]!r} is not a valid name. Use one or more of: {', '.join(known)}.")
     return names
 
 
