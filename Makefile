@@ -77,7 +77,7 @@ envoy-config: setup ## Write build/envoy/render.yaml and engine.yaml, checked by
 		echo "build/envoy/$$role.yaml"; \
 	done
 
-bench: setup ## Measure the filter beside its alternatives (under 15 minutes)
+bench: setup ## Measure the filter beside its alternatives (about 15 minutes)
 	$(BIN)/python tests/bench/bench.py
 
 bench-control-plane: setup ## Measure the control plane

@@ -1,4 +1,4 @@
-"""The request bodies of the benchmark: made here, the same at every run, no file to download."""
+"""The request bodies of the benchmark. They are generated, and the same in every run."""
 
 import base64
 import json
@@ -100,6 +100,99 @@ def _chat_200k() -> bytes:
     return _encoded({"model": "tiny", "messages": messages, "temperature": 0.7, "max_tokens": 256, "stream": True})
 
 
+_SHORT = (
+    "Thanks, that helps.",
+    "Can you check the second replica as well? It restarted {n} minutes ago.",
+    'Yes. Replica {n} says "ready", and its queue is empty.',
+    'The log says "connection reset by peer" {n} times since noon, always from the same pod.',
+    "It's the probe: the timeout is one second, and the model needs {n} ms to answer.",
+    "Please raise it to five seconds, roll it out to one replica first,\nand tell me the p99 after {n} requests.",
+    "Done. The p99 went from {n} ms to half of that, and no request was lost during the rollout.",
+    "ok\n",
+)
+
+
+def _chat_short() -> bytes:
+    """A long conversation of 1,300 short messages: every message costs its braces, its keys and its quotes."""
+    order = random.Random(1300)
+    messages: list[dict[str, str]] = [{"role": "system", "content": "You are a careful assistant."}]
+    while len(messages) < 1_300:
+        sentences = (order.choice(_SHORT).format(n=order.randrange(1000)) for _ in range(order.choice((1, 2))))
+        role = "assistant" if len(messages) % 2 == 0 else "user"
+        messages.append({"role": role, "content": order.choice((" ", "\n")).join(sentences)})
+    return _encoded({"model": "tiny", "messages": messages, "temperature": 0.7, "max_tokens": 256, "stream": True})
+
+
+def _tool(name: str, about: str, **parameters: str) -> dict[str, Any]:
+    properties = {key: {"type": "string", "description": what} for key, what in parameters.items()}
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "description": about, "parameters": schema, "strict": True}}
+
+
+_TOOLS = [
+    _tool("edit_file", "Replace a text in a file.", path="Path of the file", old="Text to replace", new="New text"),
+    _tool("search", "Search the repository.", pattern="A regular expression", glob="Files to search"),
+    _tool("run", "Run a command in the shell.", command="The command", working_directory="Where to run it"),
+]
+
+
+def _tool_call(order: random.Random) -> tuple[str, dict[str, Any], str]:
+    """A call as an agent makes it: the tool's name, its arguments, and its result, which is text."""
+    number = order.randrange(1000)
+    path = f"src/service/worker_{number}.py"
+    match order.randrange(3):
+        case 0:
+            old = f'    log.info("job %s: state=\\"%s\\"", job.id, state)\n    return {{"id": job.id, "n": {number}}}\n'
+            new = f"    if not job:\n        raise ValueError(\"no job '{number}'\")\n{old}"
+            return "edit_file", {"path": path, "old": old, "new": new}, json.dumps({"ok": True, "path": path})
+        case 1:
+            matches = [
+                {"path": path, "line": order.randrange(900), "text": f'    "{word}": config["{word}"] or "{number}",'}
+                for word in order.sample(("host", "port", "user", "token", "region", "queue", "retries"), 4)
+            ]
+            return "search", {"pattern": '"\\w+":\\s*config\\["', "glob": "**/*.py"}, json.dumps({"matches": matches})
+        case _:
+            command = (
+                f'curl -s -H "Content-Type: application/json" -d "{{\\"id\\": {number}}}" http://127.0.0.1:8080/jobs'
+            )
+            # The response of a service holds JSON in a string, so the quotes in it are escaped three times.
+            payload = json.dumps({"id": number, "tags": ["a", "b"], "owner": {"name": "x", "team": "y"}})
+            output = json.dumps({"status": "queued", "payload": payload, "log": f'C:\\jobs\\{number}.log: "ok"\n'})
+            return (
+                "run",
+                {"command": command, "working_directory": "/srv/app"},
+                json.dumps({"stdout": output, "exit": 0}),
+            )
+
+
+def _chat_tools() -> bytes:
+    """An agent's conversation: arguments and results of tools are JSON inside JSON strings.
+
+    It has 25,000 quotes and 43,000 backslashes. It contains neither the text `priority` nor an escape of the form
+    `\\u00`, so a filter can find out quickly that the member is missing. The cases that replace a member measure the
+    full scan of the same text.
+    """
+    order = random.Random(7)
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "You are a coding agent. Use the tools.\n"},
+        {"role": "user", "content": 'The service answers "500" for some jobs. Find out why, and fix it.\n'},
+    ]
+    size = 1_700
+    while size < 200_000:
+        tool, arguments, result = _tool_call(order)
+        call_id = f"call_{order.randrange(16**12):012x}"
+        function = {"name": tool, "arguments": json.dumps(arguments, ensure_ascii=False)}
+        calls = [{"id": call_id, "type": "function", "function": function}]
+        turn = [
+            {"role": "assistant", "content": None, "tool_calls": calls},
+            {"role": "tool", "tool_call_id": call_id, "content": result},
+        ]
+        messages += turn
+        size += len(_encoded(turn))
+    value = {"model": "tiny", "messages": messages, "tools": _TOOLS, "tool_choice": "auto", "temperature": 0.7}
+    return _encoded({**value, "max_tokens": 1024, "stream": True})
+
+
 def images(size: int) -> bytes:
     """A chat of `size` bytes or a few less, nearly all of it four base64 images."""
     noise = random.Random(size)
@@ -121,6 +214,8 @@ _BODIES: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "4KB": (_CHAT, _chat_4k, "4 KB chat"),
     "29KB": (_GENERATE, lambda: _generate(4_000, (", ", ": ")), "29 KB generate, 4,000 token ids"),
     "200KB": (_CHAT, _chat_200k, "200 KB chat, escapes and non-ASCII"),
+    "170KB-short": (_CHAT, _chat_short, "170 KB chat, 1,300 short messages"),
+    "200KB-tools": (_CHAT, _chat_tools, "200 KB chat, tool calls: JSON inside JSON strings"),
     "400KB": (_GENERATE, lambda: _generate(65_000, (",", ":")), "400 KB generate, 65,000 token ids"),
     "1MB": (_CHAT, lambda: images(2**20), "1 MB chat, base64 images"),
     "16MB": (_CHAT, lambda: images(2**24), "16 MB chat, base64 images"),

@@ -83,7 +83,7 @@ def _throughput(axis: Any, results: dict[str, Any]) -> None:
     names = [name for name in results["bodies"] if any(body == name for _, body in rows)]
     ratios = [rate / rows["b", name] for (_, name), rate in rows.items() if rate and rows.get(("b", name))]
     if not ratios:
-        _say(axis, "no answers of header-only Lua to compare with")
+        _say(axis, "no responses of header-only Lua to compare with")
         return
     letters = [letter for letter in results["contenders"] if letter not in "b"]
     width = 0.8 / max(1, len(letters))
@@ -100,7 +100,7 @@ def _throughput(axis: Any, results: dict[str, Any]) -> None:
     ticks = [tick for tick in (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1) if tick >= axis.get_ylim()[0]]
     axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set_yticks([], minor=True)
-    axis.set_xticks(range(len(names)), names)
+    axis.set_xticks(range(len(names)), [name.replace("-", "\n") for name in names])
     axis.set_ylabel("requests/s, header-only Lua = 1")
     axis.grid(axis="y", color="#dddddd")
 
