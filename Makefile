@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 export PATH := $(CURDIR)/$(TOOLS):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-envoys e2e lint golden check-golden envoy-config bench bench-control-plane \
+.PHONY: help setup demo test test-envoys e2e lint golden check-golden check-jit envoy-config bench bench-control-plane \
 	test-image test-cluster dist lock clean
 
 help: ## List the targets
@@ -76,6 +76,9 @@ envoy-config: setup ## Write build/envoy/render.yaml and engine.yaml, checked by
 			-o build/envoy/$$role.yaml || exit $$?; \
 		echo "build/envoy/$$role.yaml"; \
 	done
+
+check-jit: setup ## Check that LuaJIT compiles the loops of the JSON editor (a few seconds; measures no time)
+	$(BIN)/python tests/bench/jit_check.py
 
 bench: setup ## Measure the filter beside its alternatives (about 15 minutes)
 	$(BIN)/python tests/bench/bench.py
