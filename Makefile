@@ -4,13 +4,16 @@ POLICY ?=
 VENV := .venv
 BIN := $(VENV)/bin
 TOOLS := .cache/tools/bin
+FUZZ_SECONDS ?=
+FUZZ_SEED ?=
+FUZZ_ROUNDS ?= 750
 ENVOY_VERSIONS ?= 1.37.0 1.38.3 1.39.3 1.40.0
 STAMP := $(VENV)/.installed
 export PATH := $(CURDIR)/$(TOOLS):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-namespaces test-envoys e2e lint golden check-golden check-jit envoy-config bench bench-control-plane \
-	test-image test-cluster dist lock clean
+.PHONY: help setup demo test test-namespaces test-envoys fuzz e2e lint golden check-golden check-jit envoy-config bench \
+	bench-control-plane test-image test-cluster dist lock clean
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z0-9-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +51,10 @@ test-envoys: setup ## Run the integration tests on every supported Envoy (ENVOY_
 		echo "Envoy $$version"; \
 		ENVOY=$(CURDIR)/$$folder/envoy/_bin/envoy $(BIN)/python -m pytest tests/integration || exit 1; \
 	done
+
+fuzz: setup ## Send generated documents through the filter and real Envoy (FUZZ_SECONDS=600 for longer, FUZZ_SEED=1 to repeat)
+	$(BIN)/python -m tests.fuzz $(if $(FUZZ_SECONDS),--seconds $(FUZZ_SECONDS)) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED))
+	FUZZ_ROUNDS=$(FUZZ_ROUNDS) $(if $(FUZZ_SEED),FUZZ_SEED=$(FUZZ_SEED)) $(BIN)/python -m pytest tests/integration/test_fuzz.py
 
 e2e: setup ## Run the end-to-end tests on real vLLM (installs it: 3.5 GB)
 	$(BIN)/python tests/e2e/setup_vllm.py

@@ -29,8 +29,8 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "on_response": ("response",),
 }
 
-# A line that is nothing else.
-_COMMENT = re.compile(r"^ *--.*\n", re.MULTILINE)
+# Comments, indentation and empty lines. No text in the Lua files has several lines, or two dashes after a blank.
+_FOR_PEOPLE = re.compile(r"^\s*--.*\n|\s+--\s.*$|^\s+", re.MULTILINE)
 
 Setting = str | int | bool | None | Mapping[str, "Setting"]
 Script = Literal["filter", "deferred"]
@@ -41,7 +41,7 @@ def bundle(
 ) -> str:
     """Return a whole script for these settings. Keys whose value is None are left out, which is nil in Lua.
 
-    `sees_responses`: whether Envoy calls it for responses, too. `comments`: whether to keep the comments, for people.
+    `sees_responses`: whether Envoy calls it for responses, too. `comments`: whether to keep comments and indentation.
     """
     entries = {script, "on_response"} if sees_responses else {script}
     needed: set[str] = set(entries)
@@ -52,7 +52,7 @@ def bundle(
         if name in needed:
             head = "" if name in entries else f"local {name} = "
             parts.append(f"-- lua/{name}.lua\n{head}(function(...)\n{_source(name)}end)({', '.join(needs)});\n")
-    return "\n".join(parts) if comments else _COMMENT.sub("", "\n".join(parts))
+    return "\n".join(parts) if comments else _FOR_PEOPLE.sub("", "\n".join(parts))
 
 
 def lua_literal(value: Setting) -> str:
