@@ -36,7 +36,8 @@ RENDER_ROUTES = (
     "/v1/responses/render",
     "/v1/messages/render",
 )
-ENGINE_ROUTES = ("/inference/v1/generate", "/cohere/v2/chat/render", *RENDER_ROUTES)
+GENERATE_ROUTE = "/inference/v1/generate"
+ENGINE_ROUTES = (GENERATE_ROUTE, "/cohere/v2/chat/render", *RENDER_ROUTES)
 
 # Its request cannot carry a priority; the GenerateRequest it answers with can.
 RESPONSE_ROUTES = frozenset({"/v1/messages/render"})
