@@ -8,6 +8,7 @@ from lupa import luajit21
 
 from control_plane.policy import Policy, Role
 from control_plane.render import ManagedEnvoy, Place, deferred_script, filter_script
+from control_plane.report_header import SidecarReport, parse_report
 from control_plane.stream_handle import Metadata, Stream
 
 Headers = Sequence[tuple[str, str]]
@@ -31,23 +32,22 @@ class Explanation:
 
     @property
     def outcome(self) -> str | None:
-        """Such as "inserted"."""
-        return self._reported("outcome")
+        """What became of the priority, for example "inserted"; None on a route that is not edited."""
+        return self._parsed.outcome if self._parsed else None
 
     @property
     def source(self) -> str | None:
-        """Where the priority came from: "header", "class" or "default"."""
-        return self._reported("source")
+        """Where the priority came from: "header", "class" or "default"; None if none was applied."""
+        return self._parsed.source if self._parsed else None
 
     @property
     def value(self) -> str | None:
-        """The priority that was applied."""
-        value = (self.report or "none").partition(";")[0]
-        return None if value == "none" else value
+        """The priority that was applied, as text, because JSON readers may round large integers."""
+        return None if self._parsed is None or self._parsed.priority is None else str(self._parsed.priority)
 
-    def _reported(self, name: str) -> str | None:
-        parts = (part.strip().partition("=") for part in (self.report or "").split(";")[1:])
-        return next((value for key, _, value in parts if key == name), None)
+    @property
+    def _parsed(self) -> SidecarReport | None:
+        return parse_report(self.report)
 
 
 def explain(
