@@ -26,7 +26,7 @@ from control_plane.admission import (
     WORKERS,
     InjectorSettings,
 )
-from control_plane.errors import BadInput, PolicyError, PriorityError
+from control_plane.errors import BadInput, InvalidField, PolicyError, PriorityError
 from control_plane.explain import Explanation, explain
 from control_plane.inject import inject_stream, uninject_stream
 from control_plane.pod import parse_resources
@@ -43,6 +43,24 @@ from control_plane.render import (
 )
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
+
+
+OPTIONS: Mapping[str, str] = {
+    "render": "--render",
+    "engine": "--engine",
+    "api_key": "--api-key",
+    "header": "--header",
+    "model": "--model",
+    "priority": "--priority",
+    "timeout": "--timeout",
+    "queue_timeout": "--queue-timeout",
+    "max_fill": "--max-fill",
+}
+"""Field of a settings object -> the option that sets it. Errors and advice from below name fields."""
+
+
+def _option_of(field: str) -> str:
+    return OPTIONS.get(field, field)
 
 
 def _example(text: str) -> str:
@@ -198,7 +216,7 @@ _spread = _option(
     "--spread", is_flag=True,
     help="Send requests to every address of the upstream's name in turn, as to several servers.",
 )  # fmt: skip
-_json_flag = _option("--json", "as_json", is_flag=True, help="For machines.")
+_json_flag = _option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 @click.group(
@@ -511,26 +529,29 @@ def _print_explanation(found: Explanation, policy: Policy) -> None:
         "vllm-priority doctor --engine http://engine.vllm.svc:8000 --api-key $VLLM_API_KEY --json"
     )
 )
-@_option("--render", "render_url", metavar="URL", help="A render server, or the sidecar in front of it.")
-@_option("--engine", "engine_url", metavar="URL", help="An engine, or the sidecar in front of it.")
-@_option("--api-key", metavar="KEY", envvar="VLLM_API_KEY", help="vLLM's --api-key. Default: $VLLM_API_KEY.")
-@_option("--header", default="x-vllm-priority", show_default=True, help="The request header to try.")
-@_option("--model", help="As vLLM serves it. Default: the first that it lists.")
+@_option("--render", "render_url", metavar="URL", help="Root URL of a render server, or of the sidecar in front of it.")
+@_option("--engine", "engine_url", metavar="URL", help="Root URL of an engine, or of the sidecar in front of it.")
+@_option("--api-key", metavar="KEY", envvar="VLLM_API_KEY", help="The servers' API key. Default: $VLLM_API_KEY.")
 @_option(
-    "--priority",
-    type=click.IntRange(-(2**63), -1),
-    default=-10,
-    show_default=True,
-    help="The urgent priority to try: below 0.",
-)
-@_option("--timeout", type=click.FloatRange(0.1, 600), default=10, show_default=True, help="Seconds for an answer.")
+    "--header", metavar="NAME", default="x-vllm-priority", show_default=True,
+    help="Request header that carries the priority.",
+)  # fmt: skip
+@_option("--model", metavar="NAME", help="Name of the served model. Default: the first that /v1/models lists.")
 @_option(
-    "--queue-timeout", type=click.FloatRange(0.1, 600), default=20, show_default=True,
-    help="Seconds for a change in the queue.",
+    "--priority", metavar="N", type=click.IntRange(-(2**63), -1), default=-10, show_default=True,
+    help="Urgent priority to send. It must be below 0 and within the range of the policy.",
 )  # fmt: skip
 @_option(
-    "--max-fill", type=click.IntRange(1, 1024), default=8, show_default=True,
-    help="Most slots to fill, where an engine runs several requests at a time.",
+    "--timeout", metavar="SECONDS", type=click.FloatRange(0.1, 600), default=10, show_default=True,
+    help="How long to wait for a response, in seconds.",
+)  # fmt: skip
+@_option(
+    "--queue-timeout", metavar="SECONDS", type=click.FloatRange(0.1, 600), default=20, show_default=True,
+    help="How long to wait for the queue to change, in seconds.",
+)  # fmt: skip
+@_option(
+    "--max-fill", metavar="N", type=click.IntRange(1, 1024), default=8, show_default=True,
+    help="Largest number of slots to fill on an engine that runs several requests at the same time.",
 )  # fmt: skip
 @_json_flag
 def doctor(
@@ -545,7 +566,10 @@ def doctor(
     max_fill: int,
     as_json: bool,
 ) -> None:
-    """Try a deployment, route by route, and say where a priority is lost. It changes nothing there."""
+    """Examine a deployment route by route, and say where a priority is lost.
+
+    It changes nothing in the deployment. It announces on standard error what it sends.
+    """
     from control_plane import doctor as examination
 
     settings = examination.DoctorSettings(
@@ -559,7 +583,7 @@ def doctor(
         queue_timeout=queue_timeout,
         max_fill=max_fill,
     )
-    report = asyncio.run(examination.examine(settings, lambda line: click.echo(line, err=True)))
+    report = asyncio.run(examination.examine(settings, lambda line: click.echo(line, err=True), _option_of))
     if as_json:
         click.echo(json.dumps(report.to_json()))
     else:
@@ -568,10 +592,15 @@ def doctor(
 
 
 @cli.command(epilog=_example("vllm-priority demo"))
-@_option("--envoy", metavar="FILE", help="Envoy to run. Default: $ENVOY, the PATH, the PyPI wheel.")
+@_option(
+    "--envoy", metavar="FILE", help="Envoy to run. Default: $ENVOY, else the one on the PATH or in the PyPI wheel."
+)
 @_json_flag
 def demo(envoy: str | None, as_json: bool) -> None:
-    """Show the fault and its cure on this machine, in front of a simulated vLLM."""
+    """Show the fault and its cure on this machine, with simulated vLLM servers and real sidecars.
+
+    The exit status is 0 if the servers lose the priority and the sidecars cure it.
+    """
     from control_plane.demo import run_demo
 
     sys.exit(run_demo(sidecar.find_envoy(envoy), as_json=as_json))
@@ -745,6 +774,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except click.ClickException as error:
         _complain(f"vllm-priority: {error.format_message()}")
         sys.exit(2)
+    except InvalidField as error:
+        _complain(f"vllm-priority: {_option_of(error.field)}: {error.problem}")
+        sys.exit(error.exit_status)
     except PriorityError as error:
         _complain(f"vllm-priority: {error}")
         sys.exit(error.exit_status)

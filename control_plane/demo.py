@@ -1,7 +1,6 @@
-"""The fault and its cure, side by side, on one machine and without a GPU.
+"""The demo shows the fault and its cure side by side, on one machine and without a GPU.
 
-Two simulated vLLM servers; the doctor asks them straight, then through two sidecars: the same servers, the same
-questions.
+It starts two simulated vLLM servers. The doctor examines them directly, and then through two sidecars.
 """
 
 import asyncio
@@ -19,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from control_plane.doctor import STYLES, DoctorSettings, Report, Row, examine
+from control_plane.doctor.report import SERVER_NAMES
 from control_plane.policy import Policy, Role
 from control_plane.render import Address, Placement, bootstrap
 from control_plane.sidecar import Sidecar, envoy_version
@@ -26,44 +26,54 @@ from control_plane.simulator import SimulatorSettings, run
 
 _HOST = "127.0.0.1"
 
-# Checks of the servers that do not depend on what stands in front of them.
+# Checks of the server itself, whose result does not depend on a sidecar.
 _SAME_EITHER_WAY = frozenset({"reachable", "version", "model", "scale-out", "scheduling policy"})
 
 
 def run_demo(envoy: Path, *, as_json: bool = False, console: Console | None = None) -> int:
-    """Prints both halves on `console` (default: stdout) and progress on stderr; 0 where the sidecars cure the fault.
+    """Run the demo. Print the result on `console` and the progress on standard error.
 
-    As JSON: {exit_status, conclusion, straight, through_sidecar}, the last two as the doctor's. BadInput where
-    `envoy` is no Envoy, EnvoyError where it does not start.
+    Args:
+        envoy: The Envoy to run as a sidecar.
+        as_json: Print {exit_status, conclusion, straight, through_sidecar} on standard output instead of the table.
+            The last two are the doctor's reports.
+        console: Where to print the table; None is standard output.
+
+    Returns:
+        The exit status: 0 if the servers lose a priority and the sidecars cure it, else 1.
+
+    Raises:
+        BadInput: `envoy` is not an Envoy.
+        EnvoyError: Envoy does not start.
     """
     version = envoy_version(envoy)
     say = _progress()
     with ExitStack() as parts:
-        say("starting two simulated vLLM servers: a render server, and an engine with one slot")
+        say("Starting two simulated vLLM servers: a render server, and an engine with one slot.")
         servers: dict[Role, str] = {
             "render": parts.enter_context(run(SimulatorSettings(kind="render"))),
             "engine": parts.enter_context(run(SimulatorSettings(kind="engine"))),
         }
-        say(f"starting a sidecar in front of each: Envoy {version}")
+        say(f"Starting a sidecar in front of each (Envoy {version}).")
         logs = Path(parts.enter_context(TemporaryDirectory(prefix="vllm-priority-demo-")))
         sidecars: dict[Role, str] = {}
         for role, url in servers.items():
             placement = _placement(role, url, logs)
             parts.enter_context(Sidecar(bootstrap(Policy(), placement), envoy))
             sidecars[role] = f"http://{placement.listen}"
-        say("asking the servers straight: the fault")
+        say("Examining the servers directly, which shows the fault.")
         fault = _examine(servers)
-        say("asking them through the sidecars: the cure")
+        say("Examining them through the sidecars, which shows the cure.")
         cure = _examine(sidecars)
-    sentence, status = conclusion(fault, cure)
-    say("done")
+    text, status = conclusion(fault, cure)
+    say("Done.")
     if as_json:
         halves = {"straight": fault.to_json(), "through_sidecar": cure.to_json()}
-        print(json.dumps({"exit_status": status, "conclusion": sentence, **halves}))
+        print(json.dumps({"exit_status": status, "conclusion": text, **halves}))
         return status
     shown = console or Console()
     shown.print(side_by_side(fault, cure))
-    shown.print(Text(sentence), soft_wrap=True)
+    shown.print(Text(text), soft_wrap=True)
     return status
 
 
@@ -85,7 +95,7 @@ def _placement(role: Role, upstream: str, logs: Path) -> Placement:
 
 
 def _free_addresses(count: int) -> list[Address]:
-    """Ports that were free a moment ago, all different."""
+    """Return addresses with different ports that were free a moment ago."""
     with ExitStack() as held:
         sockets = [held.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -98,38 +108,51 @@ def _examine(urls: Mapping[Role, str]) -> Report:
 
 
 def side_by_side(fault: Report, cure: Report) -> Table:
-    """One row a check: straight at the server, and through the sidecar."""
-    table = Table(title="X-Vllm-Priority: -10, straight at vLLM and through the sidecar", show_lines=True)
-    for title in ("check", "straight", "through the sidecar"):
-        table.add_column(title, overflow="fold")
-    cured = {(row.server, row.check): row for row in cure.rows}
-    for row in fault.rows:
-        if row.check in _SAME_EITHER_WAY and row.verdict == "ok":
-            continue
-        table.add_row(Text(f"{row.server}: {row.check}"), _cell(row), _cell(cured.pop((row.server, row.check), None)))
-    for row in cured.values():
-        if row.verdict != "ok":
-            table.add_row(Text(f"{row.server}: {row.check}"), Text("-"), _cell(row))
+    """Return a table with one row for each check: the result without the sidecar, and the one with it.
+
+    It fits a terminal of 80 columns. Checks that succeed either way are left out.
+    """
+    table = Table(title="What vLLM does with a request that has the header X-Vllm-Priority: -10", title_justify="left")
+    table.add_column("check", no_wrap=True)
+    table.add_column("straight at vLLM", overflow="fold")
+    table.add_column("through the sidecar", overflow="fold")
+    through = {(row.server, row.check): row for row in cure.rows}
+    pairs = [(row, through.pop((row.server, row.check), None)) for row in fault.rows]
+    shown: list[tuple[Row, Text, Text]] = [
+        (row, _cell(row), _cell(cured))
+        for row, cured in pairs
+        if row.check not in _SAME_EITHER_WAY or row.verdict != "ok"
+    ]
+    shown += [(row, Text("-"), _cell(row)) for row in through.values() if row.verdict != "ok"]
+    for server in SERVER_NAMES:
+        rows = [entry for entry in shown if entry[0].server == server]
+        if rows:
+            table.add_row(Text(SERVER_NAMES[server], "bold"), "", "")
+        for index, (row, straight, cured_cell) in enumerate(rows, 1):
+            table.add_row(Text(row.check), straight, cured_cell, end_section=index == len(rows))
     return table
 
 
 def _cell(row: Row | None) -> Text:
     if row is None:
         return Text("-")
-    return Text.assemble((row.verdict, STYLES[row.verdict]), f"\n{row.seen}")
+    return Text.assemble((row.verdict, STYLES[row.verdict]), f": {row.brief or row.seen}")
 
 
 def conclusion(fault: Report, cure: Report) -> tuple[str, int]:
-    """What was shown and what to do next; 1 where it was not shown."""
+    """Return what the demo shows and what to do next, and the exit status, which is 1 if it shows no cure."""
     lost = [row for row in fault.rows if row.verdict == "lost"]
     if not lost:
-        return f"The demo shows no fault, so it proves nothing. Straight: {fault.summary}", 1
+        return f"The demo shows no fault, so it proves nothing. Without the sidecar: {fault.summary}", 1
     decided = {(row.server, row.check) for row in cure.rows if row.verdict == "ok"}
     missed = [row.check for row in lost if (row.server, row.check) not in decided]
     if missed or cure.exit_status:
         return f"The sidecars do not cure it: {', '.join(missed) or cure.summary}", 1
     return (
-        f"Straight at vLLM the header was lost in {len(lost)} checks, through the sidecar in none. Next, see your own "
-        "servers: vllm-priority doctor --render URL --engine URL; then put a sidecar in front of each: "
-        "vllm-priority run --role render --upstream HOST:PORT --listen HOST:PORT"
+        f"Straight at vLLM, the header is lost in {len(lost)} checks; through the sidecar, it is lost in none.\n"
+        "Examine your own servers:\n"
+        "  vllm-priority doctor --render URL --engine URL\n"
+        "Then put a sidecar in front of each:\n"
+        "  vllm-priority run --role render --upstream HOST:PORT --listen HOST:PORT\n"
+        "  vllm-priority run --role engine --upstream HOST:PORT --listen HOST:PORT"
     ), 0

@@ -1,4 +1,4 @@
-"""The doctor and the demo through real Envoys: the cure is seen, and so is what a policy does to a priority."""
+"""The doctor and the demo through real Envoys: they show the cure, and what a policy does to a priority."""
 
 import asyncio
 import json
@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from control_plane.demo import run_demo
-from control_plane.doctor import GENERATE_ROUTE, DoctorSettings, Report, Row, examine
-from control_plane.policy import RENDER_ROUTES
+from control_plane.doctor import DoctorSettings, Report, Row, examine
+from control_plane.policy import GENERATE_ROUTE, RENDER_ROUTES
 from control_plane.render import Address
 from control_plane.simulator import SimulatorSettings, run
 
@@ -40,18 +40,24 @@ def row(report: Report, check: str) -> Row:
 
 
 def test_the_demo_shows_the_fault_and_its_cure(envoy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console(width=200)
+    console = Console(width=80)
     with console.capture() as printed:
         assert run_demo(envoy, console=console) == 0
     text = printed.get()
-    assert "through the sidecar in none" in text
-    assert "none 0; header 0; body -10; both 3" in text
+    assert "through the sidecar, it is lost in none" in text
+    table = {line.split()[1]: line for line in text.splitlines() if line.startswith("│ /")}
+    assert set(table) == {*RENDER_ROUTES, GENERATE_ROUTE}, "every route is shown whole"
+    for route in RENDER_ROUTES:
+        assert "│ lost: priority 0 " in table[route]
+        assert "│ ok: priority -10 " in table[route]
+    assert "│ lost: not in the body │ ok: in the body " in table[GENERATE_ROUTE]
+    assert max(len(line) for line in text.splitlines() if line[:1] in "┏┃┡│├└") <= 80
     progress = capsys.readouterr().err.splitlines()
     assert [line for line in progress if "the fault" in line or "the cure" in line]
     assert all(line.startswith("demo ") for line in progress)
 
 
-def test_the_demo_says_the_same_to_a_machine(envoy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_prints_the_same_as_json(envoy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_demo(envoy, as_json=True) == 0
     shown = json.loads(capsys.readouterr().out)
     assert [shown[half]["exit_status"] for half in ("straight", "through_sidecar")] == [1, 0]
@@ -72,15 +78,15 @@ def test_through_sidecars_no_priority_is_lost(sidecar: SidecarFactory, render_se
 @pytest.mark.parametrize(
     ("policy", "verdict", "said"),
     [
-        ("range: {min: -5, max: 5, outside: clamp}", "ok", "header -5"),
-        ("engine: sglang", "ok", "header 10"),
-        ("default: 4", "ok", "none 4"),
-        ("range: {min: -5}", "warn", "header 400"),
-        ("report_header: null", "ok", "header -10"),
-        ("header: x-other", "lost", "header 0"),
+        ("range: {min: -5, max: 5, outside: clamp}", "ok", " -5 with -10 in the header"),
+        ("engine: sglang", "ok", " 10 with -10 in the header"),
+        ("default: 4", "ok", " 4 without a priority"),
+        ("range: {min: -5}", "warn", "missing (status 400: "),
+        ("report_header: null", "ok", " -10 with -10 in the header"),
+        ("header: x-other", "lost", " 0 with -10 in the header"),
     ],
 )
-def test_a_policy_is_taken_into_account(
+def test_the_verdict_takes_the_sidecars_policy_into_account(
     sidecar: SidecarFactory, render_server: Address, policy: str, verdict: str, said: str
 ) -> None:
     front = sidecar("render", policy, to=render_server, fresh=True)
@@ -88,7 +94,14 @@ def test_a_policy_is_taken_into_account(
     assert (found.verdict, said in found.seen) == (verdict, True), found
 
 
-def test_fcfs_is_told_from_a_header_that_does_reach_the_body(sidecar: SidecarFactory) -> None:
+def test_a_default_is_not_mistaken_for_the_headers_priority(sidecar: SidecarFactory, render_server: Address) -> None:
+    front = sidecar("render", "{header: x-other, default: 4}", to=render_server, fresh=True)
+    found = row(ask(render=f"http://{front.address}"), CHAT)
+    assert "The sidecar saw no priority header." in found.next_step
+    assert "It applied the policy's default." in found.next_step
+
+
+def test_fcfs_is_recognized_although_the_header_reaches_the_body(sidecar: SidecarFactory) -> None:
     with run(SimulatorSettings(scheduling="fcfs")) as engine:
         front = sidecar("engine", to=address_of(engine), fresh=True)
         found = ask(engine=f"http://{front.address}")
@@ -96,8 +109,8 @@ def test_fcfs_is_told_from_a_header_that_does_reach_the_body(sidecar: SidecarFac
     assert row(found, "scheduling policy").verdict == "lost"
 
 
-def test_a_sidecar_in_front_of_a_dead_server_is_told_from_a_dead_sidecar(sidecar: SidecarFactory) -> None:
+def test_a_dead_server_behind_a_sidecar_is_recognized(sidecar: SidecarFactory) -> None:
     with run(SimulatorSettings(kind="render")) as url:
         dead = address_of(url)
     found = ask(render=f"http://{sidecar('render', to=dead, fresh=True).address}")
-    assert "vLLM behind it does not" in row(found, "reachable").next_step
+    assert "vLLM behind it did not" in row(found, "reachable").next_step

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from control_plane import __version__
-from control_plane.cli import USED_BY, cli, main
+from control_plane.cli import OPTIONS, USED_BY, cli, main
 from control_plane.render import TARGETS
 from tests.pem import write_pair
 
@@ -214,7 +214,7 @@ RUN = ["run", "--role", "render", "--upstream", "{dead}", "--listen", "{free}"]
 EXPLAIN = ["explain", "--path", "/inference/v1/generate"]
 INJECT = ["inject", "-f", "ok.yaml"]
 ADDRESS = "is no address; allowed: HOST:PORT, such as 127.0.0.1:8000 or [::1]:8000"
-URL = "is no URL of a server; allowed: the server's root, such as http://127.0.0.1:8000"
+URL = "is not a valid server URL. Use the root URL of a server, for example http://127.0.0.1:8000."
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ URL = "is no URL of a server; allowed: the server's root, such as http://127.0.0
         ([*EXPLAIN, "-X", "P T"], "--method: 'P T' is no method; allowed: such as POST"),
         ([*EXPLAIN, "--policy", "named.yaml", "--policy-name", "x"], "has no policy 'x'; allowed: default, batch"),
         # doctor
-        (["doctor"], "nothing to examine; allowed: --render URL, --engine URL, or both"),
+        (["doctor"], "--render: neither a render server nor an engine is given. Use the root URL of at least one"),
         *(
             (["doctor", option, url], f"{option}: {url!r} {URL}")
             for option in ("--render", "--engine")
@@ -321,8 +321,8 @@ URL = "is no URL of a server; allowed: the server's root, such as http://127.0.0
             ["doctor", "--engine", "http://{dead}", "--priority", str(-(2**63) - 1)],
             "--priority: '-9223372036854775809' is not allowed; allowed: -9223372036854775808 to -1",
         ),
-        (["doctor", "--engine", "http://{dead}", "--header", "a b"], "--header: 'a b' is no header name; allowed: "),
-        (["doctor", "--engine", "http://{dead}", "--api-key", "é"], "--api-key: it cannot be sent in a header;"),
+        (["doctor", "--engine", "http://{dead}", "--header", "a b"], "--header: 'a b' is not a valid header name."),
+        (["doctor", "--engine", "http://{dead}", "--api-key", "é"], "--api-key: the value cannot be sent in a header."),
         # demo
         (["demo", "--envoy", "none"], "--envoy: 'none' is no program that can be run"),
         (["demo", "--envoy", "./not-envoy"], "does not answer --version like an Envoy does"),
@@ -497,6 +497,16 @@ def test_the_doctor_finds_a_dead_server_unreachable(option: str, dead: str, caps
     assert "refused" in out
     assert "Traceback" not in err
     assert len(err.splitlines()) == 1, "what it sends, and nothing else"
+
+
+def test_the_doctors_advice_names_options_of_the_command(dead: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = call(capsys, ["doctor", "--engine", f"http://{dead}", "--json"])
+    assert [check["next_step"] for check in json.loads(out)["checks"]] == ["Start the server, or correct --engine."]
+
+
+def test_every_option_that_an_error_can_name_exists() -> None:
+    known = {name for command in cli.commands.values() for parameter in command.params for name in parameter.opts}
+    assert set(OPTIONS.values()) <= known
 
 
 def _command(arguments: Sequence[str], folder: Path, **environment: str) -> Outcome:

@@ -1,5 +1,6 @@
-"""The demo's own judgement: it succeeds only where the fault is shown and the sidecars cure it."""
+"""The demo succeeds only if it shows the fault and its cure, and its table fits a terminal."""
 
+import io
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,11 @@ from rich.console import Console
 from control_plane import demo
 from control_plane.doctor import Report, Row, Verdict
 from control_plane.errors import BadInput
+from control_plane.policy import RENDER_ROUTES
 
 
 def report(**verdicts: Verdict) -> Report:
-    rows = tuple(Row("render", check, verdict, f"seen {verdict}") for check, verdict in verdicts.items())
+    rows = tuple(Row("render", check, verdict, f"This is {verdict}.") for check, verdict in verdicts.items())
     return Report(rows, {"render": "http://127.0.0.1:1"})
 
 
@@ -26,27 +28,54 @@ def report(**verdicts: Verdict) -> Report:
         (report(chat="lost"), report(chat="ok", reachable="fail"), 1, "do not cure it"),
     ],
 )
-def test_the_demo_succeeds_only_where_the_sidecars_cure_what_was_lost(
+def test_the_demo_succeeds_only_if_the_sidecars_cure_every_loss(
     fault: Report, cure: Report, status: int, said: str
 ) -> None:
     sentence, result = demo.conclusion(fault, cure)
     assert (result, said in sentence) == (status, True)
 
 
-def test_both_halves_stand_in_one_table() -> None:
-    console = Console(width=80)
-    with console.capture() as printed:
-        console.print(
-            demo.side_by_side(report(reachable="ok", chat="lost"), report(reachable="ok", chat="ok", x="fail"))
-        )
-    text = printed.get()
-    assert "seen lost" in text
-    assert "seen ok" in text
-    assert "seen fail" in text, "a check that fails only behind the sidecar is not hidden"
-    assert "reachable" not in text, "what is the same either way is left out"
+def printed(fault: Report, cure: Report) -> str:
+    console = Console(width=80, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(demo.side_by_side(fault, cure))
+    return captured.get()
 
 
-def test_a_program_that_is_no_envoy_is_one_clear_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_both_halves_and_leaves_out_what_is_the_same() -> None:
+    text = printed(report(reachable="ok", chat="lost"), report(reachable="ok", chat="ok", x="fail"))
+    assert "lost: This is lost." in text
+    assert "ok: This is ok." in text
+    assert "fail: This is fail." in text, "a check that fails only through the sidecar is shown"
+    assert "reachable" not in text, "a check that succeeds either way is left out"
+
+
+def test_the_table_fits_80_columns_and_cuts_no_word_even_with_long_findings() -> None:
+    finding = "The rendered priority is 0 without a priority, missing (status 400) with -10 in the header."
+    rows = tuple(Row("render", route, "lost", finding) for route in RENDER_ROUTES)
+    found = Report(rows, {})
+    lines = printed(found, found).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [route for route in RENDER_ROUTES if not any(f"│ {route} " in line for line in lines)] == []
+    cells = [cell.strip() for line in lines if line.startswith("│") for cell in line.strip("│").split("│")[1:]]
+    words = {word for cell in cells for word in cell.split()}
+    assert words == {"lost:", *finding.split()}
+
+
+def test_the_next_steps_name_only_commands_and_options_that_exist() -> None:
+    from control_plane.cli import cli
+
+    text, _ = demo.conclusion(report(chat="lost"), report(chat="ok"))
+    lines = [line.split()[1:] for line in text.splitlines() if line.startswith("  vllm-priority ")]
+    assert {command for command, *_ in lines} == {"doctor", "run"}
+    for command, *words in lines:
+        known = {name for parameter in cli.commands[command].params for name in parameter.opts}
+        assert {word for word in words if word.startswith("--")} <= known
+
+
+def test_a_program_that_is_not_envoy_gives_one_error_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     with pytest.raises(BadInput, match="does not answer --version like an Envoy"):
         demo.run_demo(Path("/bin/true"))
-    assert capsys.readouterr() == ("", ""), "it is said before anything is started"
+    assert capsys.readouterr() == ("", "")

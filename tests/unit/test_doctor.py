@@ -1,8 +1,10 @@
-"""The doctor against the simulator in every state a deployment can be in: what it says, and what it sends."""
+"""The doctor examines simulated servers in every state of a deployment: what it reports, and what it sends."""
 
 import asyncio
 import io
 import json
+import re
+import shlex
 import socket
 import threading
 import time
@@ -17,9 +19,10 @@ import pytest
 from rich.console import Console
 
 from control_plane import doctor
-from control_plane.doctor import GENERATE_ROUTE, DoctorSettings, Report, Row, examine
-from control_plane.errors import BadInput
-from control_plane.policy import RENDER_ROUTES, Role
+from control_plane.doctor import DoctorSettings, Report, Row, Verdict, examine
+from control_plane.doctor.responses import gauge_values
+from control_plane.errors import InvalidField
+from control_plane.policy import GENERATE_ROUTE, RENDER_ROUTES, Role
 from control_plane.simulator import SimulatorSettings, run
 
 ENGINE = SimulatorSettings(kind="engine")
@@ -28,7 +31,20 @@ BY_BODY, BY_HEADER = "order, by the body", "order, by the header"
 
 
 def ask(**settings: Any) -> Report:
-    return asyncio.run(examine(DoctorSettings(**settings)))
+    """Examine with these settings. Every row of every test must be whole sentences and say what to do."""
+    report = asyncio.run(examine(DoctorSettings(**settings), spell=lambda field: f"<{field}>"))
+    for row in report.rows:
+        assert_is_prose(row.seen)
+        if row.next_step or row.verdict != "ok":
+            assert_is_prose(row.next_step)
+    return report
+
+
+def assert_is_prose(text: str) -> None:
+    """The text consists of sentences; a command to run may follow, without a full stop that would be copied along."""
+    sentences, _, command = text.partition(": vllm-priority ")
+    assert re.fullmatch(r"[A-Z/].*", sentences), text
+    assert command or sentences.endswith("."), text
 
 
 def ask_engine(simulated: SimulatorSettings, **settings: Any) -> Report:
@@ -36,7 +52,7 @@ def ask_engine(simulated: SimulatorSettings, **settings: Any) -> Report:
         return ask(engine=url, **settings)
 
 
-def verdicts(report: Report) -> dict[str, str]:
+def verdicts(report: Report) -> dict[str, Verdict]:
     return {row.check: row.verdict for row in report.rows}
 
 
@@ -47,48 +63,59 @@ def row(report: Report, check: str) -> Row:
 
 @pytest.fixture(scope="module")
 def fault() -> Report:
-    """A render server and an engine with nothing in front."""
+    """A render server and an engine without sidecars."""
     with run(RENDER) as render, run(ENGINE) as engine:
         return ask(render=render, engine=engine)
 
 
-def test_a_header_is_lost_on_every_render_route(fault: Report) -> None:
+def test_the_header_is_lost_on_every_render_route(fault: Report) -> None:
     assert [row(fault, route).verdict for route in RENDER_ROUTES] == ["lost"] * 4
 
 
-def test_each_render_route_shows_what_came_back_in_the_four_cases(fault: Report) -> None:
-    assert row(fault, "/v1/chat/completions/render").seen == "none 0; header 0; body -10; both 3"
+def test_a_render_route_shows_the_priority_in_each_of_the_four_cases(fault: Report) -> None:
+    assert row(fault, "/v1/chat/completions/render").seen == (
+        "The rendered priority is 0 without a priority, 0 with -10 in the header, -10 with -10 in the body, and 3 with "
+        "-10 in the header and 3 in the body."
+    )
 
 
-def test_messages_says_that_its_body_cannot_carry_a_priority(fault: Report) -> None:
-    seen = row(fault, "/v1/messages/render").seen
-    assert seen.startswith("none 0; header 0; body 0; both 0 (")
-    assert "body cannot carry a priority" in seen
+def test_the_messages_route_says_that_its_body_cannot_carry_a_priority(fault: Report) -> None:
+    found = row(fault, "/v1/messages/render")
+    assert [found.evidence[case]["priority"] for case in ("none", "header", "body", "both")] == [0, 0, 0, 0]
+    assert "The body of this route cannot carry a priority" in found.seen
 
 
-def test_the_order_shows_the_policy_and_that_only_the_body_counts(fault: Report) -> None:
+def test_the_order_shows_the_scheduling_policy_and_that_only_the_body_counts(fault: Report) -> None:
     found = verdicts(fault)
     assert (found["scheduling policy"], found[BY_BODY], found[BY_HEADER]) == ("ok", "ok", "lost")
 
 
-def test_generate_is_judged_without_running_anything(fault: Report) -> None:
+def test_the_generate_route_is_judged_without_generating(fault: Report) -> None:
     assert row(fault, GENERATE_ROUTE).verdict == "lost"
 
 
 def test_each_lost_row_names_the_command_that_cures_it(fault: Report) -> None:
     steps = {(row.server, row.next_step.partition(" --upstream")[0]) for row in fault.rows if row.verdict == "lost"}
     assert steps == {
-        (role, f"put a sidecar in front and send clients to it: vllm-priority run --role {role}")
+        (role, f"Put a sidecar in front of this server and send clients to it: vllm-priority run --role {role}")
         for role in ("render", "engine")
     }
 
 
-def test_a_lost_priority_is_exit_status_1(fault: Report) -> None:
+def test_the_command_that_cures_it_has_only_options_that_exist(fault: Report) -> None:
+    from control_plane.cli import cli
+
+    for lost in (row for row in fault.rows if row.verdict == "lost"):
+        _, command, *arguments = shlex.split(lost.next_step.partition("to it: ")[2])
+        cli.commands[command].make_context(command, arguments)
+
+
+def test_a_lost_priority_gives_exit_status_1(fault: Report) -> None:
     assert fault.exit_status == 1
     assert fault.summary.startswith("A priority is lost: ")
 
 
-def test_fcfs_is_blamed_instead_of_the_header() -> None:
+def test_fcfs_is_reported_instead_of_a_lost_header() -> None:
     found = ask_engine(replace(ENGINE, scheduling="fcfs"))
     assert row(found, "scheduling policy").verdict == "lost"
     assert "--scheduling-policy priority" in row(found, "scheduling policy").next_step
@@ -96,9 +123,9 @@ def test_fcfs_is_blamed_instead_of_the_header() -> None:
     assert BY_BODY not in verdicts(found)
 
 
-def test_fcfs_told_by_server_info_sends_no_load() -> None:
+def test_no_load_is_sent_if_server_info_reports_fcfs() -> None:
     found = ask_engine(replace(ENGINE, scheduling="fcfs", dev_mode=True))
-    assert "/server_info says fcfs" in row(found, "scheduling policy").seen
+    assert "is fcfs (first come, first served), according to /server_info" in row(found, "scheduling policy").seen
 
 
 def test_two_slots_are_filled_before_the_order_is_judged() -> None:
@@ -107,70 +134,74 @@ def test_two_slots_are_filled_before_the_order_is_judged() -> None:
     assert (verdicts(found)[BY_BODY], verdicts(found)[BY_HEADER]) == ("ok", "lost")
 
 
-@pytest.mark.parametrize(("dev_mode", "said"), [(False, "more than 2 slots"), (True, "3 slots (/server_info)")])
-def test_more_slots_than_it_may_fill_prove_nothing(dev_mode: bool, said: str) -> None:
+@pytest.mark.parametrize(
+    ("dev_mode", "said"), [(False, "more than 2 slots"), (True, "3 slots, according to /server_info")]
+)
+def test_more_slots_than_the_limit_leave_the_order_undecided(dev_mode: bool, said: str) -> None:
     found = ask_engine(replace(ENGINE, slots=3, dev_mode=dev_mode), max_fill=2)
     for check in (BY_BODY, BY_HEADER):
         assert row(found, check).verdict == "unknown"
-        assert row(found, check).seen == f"{said}: nothing waits, so the order proves nothing"
-        assert "--max-fill" in row(found, check).next_step
-    assert row(found, GENERATE_ROUTE).verdict == "lost", "the header is judged all the same"
+        assert row(found, check).seen == f"The engine has {said}, so no request waits and the order proves nothing."
+        assert "<max_fill>" in row(found, check).next_step
+    assert row(found, GENERATE_ROUTE).verdict == "lost", "the header is judged nevertheless"
 
 
-def test_scale_out_off_is_told_once_and_names_the_flag() -> None:
+def test_disabled_scale_out_is_reported_once_with_vllms_option() -> None:
     found = ask_engine(replace(ENGINE, scale_out=False))
     assert [row.check for row in found.rows if row.verdict == "fail"] == ["scale-out"]
     assert "--enable-scale-out" in row(found, "scale-out").next_step
     assert found.exit_status == 1
 
 
-def test_a_render_only_server_given_as_the_engine_is_told_apart() -> None:
+def test_a_render_only_server_given_as_the_engine_is_recognized() -> None:
     found = ask_engine(RENDER)
     last = found.rows[-1]
     assert (last.check, last.verdict) == ("scale-out", "fail")
     assert "render-only server" in last.seen
 
 
-def test_a_render_server_alone_is_enough() -> None:
+def test_a_render_server_alone_can_be_examined() -> None:
     with run(RENDER) as url:
         found = ask(render=url)
     assert set(verdicts(found)) == {"reachable", "version", "model", "scale-out", *RENDER_ROUTES}
     assert "render-only" in row(found, "scale-out").seen
 
 
-def test_an_engine_alone_is_asked_for_the_render_routes_too() -> None:
+def test_an_engine_alone_is_examined_on_the_render_routes_too() -> None:
     assert set(RENDER_ROUTES) <= set(verdicts(ask_engine(ENGINE)))
 
 
-@pytest.mark.parametrize(("key", "said"), [(None, "none was given"), ("wrong", "the one given is refused")])
-def test_a_missing_or_wrong_api_key_is_told(key: str | None, said: str) -> None:
+@pytest.mark.parametrize(("key", "said"), [(None, "none was given"), ("wrong", "it rejected the one that was given")])
+def test_a_missing_or_wrong_api_key_is_reported(key: str | None, said: str) -> None:
     found = ask_engine(replace(ENGINE, api_key="secret"), api_key=key)
     assert row(found, "API key").verdict == "fail"
     assert said in row(found, "API key").seen
     assert found.rows[-1].check == "API key"
 
 
-def test_the_api_key_is_sent_everywhere() -> None:
+def test_the_api_key_is_sent_on_every_route_and_never_shown() -> None:
     found = ask_engine(replace(ENGINE, api_key="secret"), api_key="secret")
     assert verdicts(found)[BY_BODY] == "ok"
     assert "secret" not in json.dumps(found.to_json())
 
 
-def test_a_dead_server_is_one_row() -> None:
+def test_a_dead_server_gives_one_row() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         found = ask(engine=f"http://127.0.0.1:{held.getsockname()[1]}")
-    assert [(row.check, row.verdict, row.seen) for row in found.rows] == [("reachable", "fail", "connection refused")]
+    assert [(row.check, row.verdict, row.seen) for row in found.rows] == [
+        ("reachable", "fail", "The server cannot be reached: the connection was refused.")
+    ]
     assert found.exit_status == 1
 
 
-def test_a_server_that_does_not_answer_is_given_up() -> None:
+def test_a_server_that_does_not_respond_gives_one_row() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         found = ask(engine=f"http://127.0.0.1:{silent.getsockname()[1]}", timeout=0.3)
-    assert row(found, "reachable").seen == "no answer within 0.3 s"
+    assert row(found, "reachable").seen == "The server cannot be reached: there was no response within 0.3 s."
 
 
-def test_a_host_that_does_not_exist_is_one_row() -> None:
+def test_a_host_that_does_not_exist_gives_one_row() -> None:
     found = ask(engine="http://no-such-host.invalid:8000")
     assert [(row.check, row.verdict) for row in found.rows] == [("reachable", "fail")]
 
@@ -186,9 +217,16 @@ def test_one_dead_server_does_not_hide_the_other() -> None:
     "url",
     ["127.0.0.1:8000", "ftp://h:1", "http://", "http://h:99999", "http://h:8000/v1", "http://h/?a=1", "http://u:p@h/"],
 )  # fmt: skip
-def test_a_wrong_url_is_bad_input(url: str) -> None:
-    with pytest.raises(BadInput, match=r"^--engine: .*allowed: "):
+def test_an_invalid_url_is_rejected_with_an_example(url: str) -> None:
+    with pytest.raises(InvalidField, match=r"^engine: .*Use the ") as raised:
         DoctorSettings(engine=url)
+    assert raised.value.field == "engine"
+
+
+def test_a_password_in_a_url_is_rejected_without_repeating_it() -> None:
+    with pytest.raises(InvalidField, match="user name or password") as raised:
+        DoctorSettings(engine="http://user:secret@h/")
+    assert "secret" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -199,26 +237,27 @@ def test_a_wrong_url_is_bad_input(url: str) -> None:
         {"engine": "http://\u2603.\ud800/"},
     ],
 )  # fmt: skip
-def test_settings_that_make_no_sense_are_bad_input(settings: dict[str, Any]) -> None:
-    with pytest.raises(BadInput, match="allowed: "):
+def test_an_invalid_setting_is_rejected_with_its_field_and_what_to_use(settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidField, match=r" Use ") as raised:
         DoctorSettings(**{"engine": "http://h", **settings})
+    assert raised.value.field in {*settings, "render"}
 
 
-def test_a_model_that_is_not_served_names_those_that_are() -> None:
+def test_for_an_unknown_model_the_served_models_are_named() -> None:
     found = ask_engine(ENGINE, model="other")
-    assert row(found, "model").seen == "'other' is not served: simulated"
+    assert row(found, "model").seen == "The model 'other' is not served. The server has: simulated."
 
 
-Answer = Callable[[str], tuple[int, str, bytes]]
+Respond = Callable[[str], tuple[int, str, bytes]]
 
 
 @contextmanager
-def other_server(answer: Answer) -> Iterator[str]:
-    """An HTTP server that is not vLLM: `answer` gives status, media type and body of a path."""
+def other_server(respond: Respond) -> Iterator[str]:
+    """An HTTP server that is not vLLM: `respond` gives status, media type and body for a path."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:  # noqa: N802
-            status, media_type, body = answer(self.path)
+            status, media_type, body = respond(self.path)
             self.send_response(status)
             self.send_header("content-type", media_type)
             self.send_header("location", "https://elsewhere.example/")
@@ -238,20 +277,20 @@ def other_server(answer: Answer) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("answer", "check", "said"),
+    ("respond", "check", "said"),
     [
-        (lambda path: (200, "text/html", b"<h1>Hello</h1>"), "vLLM", "this is not vLLM"),
-        (lambda path: (404, "text/plain", b""), "vLLM", "this is not vLLM"),
-        (lambda path: (200, "application/json", b'{"version": 5}'), "vLLM", "this is not vLLM"),
-        (lambda path: (200, "application/json", b'{"version": "0.32.0"}'), "model", "GET /v1/models: 200"),
-        (lambda path: (503, "text/plain", b"no healthy upstream"), "reachable", "503, no healthy upstream"),
-        (lambda path: (301, "text/plain", b""), "reachable", "moved to https://elsewhere.example/"),
-        (lambda path: (200, "text/plain", b"\xff\x00\x1b[31m"), "vLLM", "this is not vLLM"),
-        (lambda path: (200, "application/json", b"[" * 50_000), "vLLM", "this is not vLLM"),
+        (lambda path: (200, "text/html", b"<h1>Hello</h1>"), "vLLM", "This is not vLLM"),
+        (lambda path: (404, "text/plain", b""), "vLLM", "This is not vLLM"),
+        (lambda path: (200, "application/json", b'{"version": 5}'), "vLLM", "This is not vLLM"),
+        (lambda path: (200, "application/json", b'{"version": "0.32.0"}'), "model", "GET /v1/models returned 200"),
+        (lambda path: (503, "text/plain", b"no healthy upstream"), "reachable", "503: no healthy upstream"),
+        (lambda path: (301, "text/plain", b""), "reachable", "a redirect to https://elsewhere.example/"),
+        (lambda path: (200, "text/plain", b"\xff\x00\x1b[31m"), "vLLM", "This is not vLLM"),
+        (lambda path: (200, "application/json", b"[" * 50_000), "vLLM", "This is not vLLM"),
     ],
 )
-def test_a_server_that_is_not_vllm_is_one_failed_row(answer: Answer, check: str, said: str) -> None:
-    with other_server(answer) as url:
+def test_a_server_that_is_not_vllm_gives_one_failed_row(respond: Respond, check: str, said: str) -> None:
+    with other_server(respond) as url:
         found = ask(engine=url)
     assert [row.check for row in found.rows if row.verdict == "fail"] == [check]
     assert said in row(found, check).seen
@@ -259,49 +298,58 @@ def test_a_server_that_is_not_vllm_is_one_failed_row(answer: Answer, check: str,
 
 
 @pytest.mark.parametrize(
-    ("answer", "seen"),
+    ("respond", "seen"),
     [
-        (lambda path: (404, "text/plain", b"nope"), "GET /version answers 404, nope, and GET /v1/models 404"),
-        (lambda path: (404, "text/html", b"<h1>No</h1>"), "GET /version answers 404, an HTML page, and GET /v1/models"),
-        (lambda path: (200, "text/html", b""), "GET /version answers 200, an HTML page, and GET /v1/models 200"),
+        (
+            lambda path: (404, "text/plain", b"nope"),
+            "GET /version returned 404 with nope, and GET /v1/models returned 404",
+        ),
+        (
+            lambda path: (404, "text/html", b"<h1>No</h1>"),
+            "GET /version returned 404 with an HTML page, and GET /v1/models",
+        ),
+        (
+            lambda path: (200, "text/html", b""),
+            "GET /version returned 200 with an HTML page, and GET /v1/models returned 200",
+        ),
     ],
 )
 @pytest.mark.parametrize("role", ["render", "engine"])
-def test_that_it_is_not_vllm_is_the_first_and_only_finding(role: Role, answer: Answer, seen: str) -> None:
-    with other_server(answer) as url:
+def test_that_the_server_is_not_vllm_is_the_first_and_only_finding(role: Role, respond: Respond, seen: str) -> None:
+    with other_server(respond) as url:
         (only,) = ask(**{role: url}).rows
     assert (only.check, only.verdict) == ("vLLM", "fail")
     assert seen in only.seen
-    assert "(Server: BaseHTTP/" in only.seen, "which names what it is"
-    assert 'vLLM answers GET /version with {"version": ...}' in only.seen
-    assert only.next_step == f"correct --{role}: the root URL of a vLLM server, without a path"
+    assert "(Server: BaseHTTP/" in only.seen, "the finding names the server's software"
+    assert 'vLLM responds to GET /version with {"version": ...}' in only.seen
+    assert only.next_step == f"Correct <{role}>: use the root URL of a vLLM server, without a path."
 
 
-def test_a_server_of_the_same_api_that_is_not_vllm_is_told_apart() -> None:
-    """Ollama, LiteLLM and others list models in the same way, and are no servers of these routes."""
+def test_another_server_with_the_same_api_is_recognized_by_the_owner_of_its_models() -> None:
+    """Ollama, LiteLLM and others list models in the same way, and do not have these routes."""
 
-    def answer(path: str) -> tuple[int, str, bytes]:
+    def respond(path: str) -> tuple[int, str, bytes]:
         if path == "/v1/models":
             return 200, "application/json", b'{"data": [{"id": "llama", "owned_by": "library"}]}'
         return 404, "text/plain", b"404 page not found"
 
-    with other_server(answer) as url:
+    with other_server(respond) as url:
         first = ask(engine=url).rows[0]
     assert (first.check, first.verdict) == ("vLLM", "warn")
-    assert "its models are owned by 'library', vLLM's by 'vllm'" in first.seen
+    assert "Its models are owned by 'library', vLLM's by 'vllm'" in first.seen
     assert first.next_step
 
 
-def test_a_busy_server_is_not_judged() -> None:
+def test_the_order_on_a_busy_server_is_undecided() -> None:
     body = {"token_ids": [5], "stream": True, "sampling_params": {"max_tokens": 4000, "ignore_eos": True}}
     with run(replace(ENGINE, tokens_per_second=50)) as url, httpx.stream("POST", url + GENERATE_ROUTE, json=body):
         found = ask(engine=url, queue_timeout=0.3)
     assert verdicts(found)[BY_BODY] == verdicts(found)[BY_HEADER] == "unknown"
-    assert "other requests are in its queue (1 running, 0 waiting)" in row(found, BY_BODY).seen
-    assert row(found, GENERATE_ROUTE).verdict == "lost", "this needs no queue"
+    assert "The engine has other requests (1 running, 0 waiting)" in row(found, BY_BODY).seen
+    assert row(found, GENERATE_ROUTE).verdict == "lost", "this check needs no queue"
 
 
-def test_nothing_is_left_running() -> None:
+def test_no_request_is_left_running() -> None:
     with run(replace(ENGINE, slots=2)) as url:
         ask(engine=url)
         deadline = time.monotonic() + 30
@@ -309,12 +357,12 @@ def test_nothing_is_left_running() -> None:
             assert time.monotonic() < deadline
 
 
-def test_what_will_be_sent_is_named_before_it_is_sent() -> None:
+def test_every_request_is_announced_before_it_is_sent() -> None:
     said: list[str] = []
     sent: list[str] = []
     unannounced: list[str] = []
 
-    def answer(path: str) -> tuple[int, str, bytes]:
+    def respond(path: str) -> tuple[int, str, bytes]:
         sent.append(path)
         if not any(path in line for line in said):
             unannounced.append(path)
@@ -322,8 +370,9 @@ def test_what_will_be_sent_is_named_before_it_is_sent() -> None:
 
     for role in ("render", "engine"):
         said.clear()
-        with other_server(answer) as url:
-            asyncio.run(examine(DoctorSettings(**{role: url}), said.append))
+        with other_server(respond) as url:
+            settings = DoctorSettings(render=url) if role == "render" else DoctorSettings(engine=url)
+            asyncio.run(examine(settings, said.append))
         assert all(url in line for line in said)
     assert (set(sent), unannounced) == ({"/health", "/version", "/v1/models"}, [])
 
@@ -333,35 +382,39 @@ def test_what_will_be_sent_is_named_before_it_is_sent() -> None:
     [
         (b"", "without vllm:num_requests_running"),
         (b"vllm:num_requests_running NaN\n", "without vllm:num_requests_running"),
-        (b'vllm:num_requests_running{engine="0"} 0.0\nvllm:num_requests_running{engine="1"} 0.0\n', "2 engines behind"),
+        (
+            b'vllm:num_requests_running{engine="0"} 0.0\nvllm:num_requests_running{engine="1"} 0.0\n',
+            "leads to 2 engines",
+        ),
+        (b"vllm:num_requests_running{ 0.0\nvllm:num_requests_running 0 0 0 0\n", "without vllm:num_requests_running"),
     ],
 )
-def test_gauges_that_do_not_tell_the_queue_leave_the_order_undecided(metrics: bytes, said: str) -> None:
-    answers = {
+def test_unreadable_gauges_leave_the_order_undecided(metrics: bytes, said: str) -> None:
+    responses = {
         "/version": (200, b'{"version": "0.32.0"}'),
         "/v1/models": (200, b'{"data": [{"id": "m"}]}'),
         "/metrics": (200, metrics),
         GENERATE_ROUTE: (400, b'{"error": {"message": "  {\'loc\': \'body.sampling_params\'}"}}'),
     }
 
-    def answer(path: str) -> tuple[int, str, bytes]:
-        status, body = answers.get(path, (404, b""))
+    def respond(path: str) -> tuple[int, str, bytes]:
+        status, body = responses.get(path, (404, b""))
         return status, "application/json", body
 
-    with other_server(answer) as url:
+    with other_server(respond) as url:
         found = ask(render=url, engine=url)
     assert row(found, BY_HEADER).verdict == "unknown"
     assert said in row(found, BY_HEADER).seen
 
 
-def test_the_plan_for_the_queue_names_its_load() -> None:
+def test_the_announcement_of_the_order_check_names_its_load() -> None:
     said: list[str] = []
     with run(ENGINE) as url:
         asyncio.run(examine(DoctorSettings(engine=url, max_fill=5), said.append))
     assert f"up to 6 long requests to {GENERATE_ROUTE}" in said[-1]
 
 
-def test_json_holds_the_same_as_the_table(fault: Report) -> None:
+def test_the_json_report_has_the_rows_of_the_table(fault: Report) -> None:
     document = json.loads(json.dumps(fault.to_json()))
     assert document["exit_status"] == 1
     assert [check["check"] for check in document["checks"]] == [row.check for row in fault.rows]
@@ -370,10 +423,28 @@ def test_json_holds_the_same_as_the_table(fault: Report) -> None:
     assert chat["evidence"]["applied"] is None
 
 
-def test_the_table_has_each_check_with_its_verdict_even_on_a_narrow_terminal(fault: Report) -> None:
+def test_the_table_fits_80_columns_and_shows_every_check_and_verdict_whole(fault: Report) -> None:
     console = Console(width=80, file=io.StringIO())
     with console.capture() as printed:
         console.print(doctor.table(fault))
     text = printed.get()
     assert text.count("│ lost") == [row.verdict for row in fault.rows].count("lost")
+    assert all(f"│ {row.check} " in text for row in fault.rows)
     assert max(map(len, text.splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("metrics", "values"),
+    [
+        ("", []),
+        ("g 1\n", [1]),
+        ('# TYPE g gauge\ng{a="} 5"} 1e1 1700000000\r\n', [10]),
+        ('g{a="1"} 1\nother 2\ng_total 3\ng{a="2"} 4', [1, 4]),
+        ("g NaN\n", []),
+        ("g +Inf\n", []),
+        ("g{ 1\n", []),
+        ("<html>g 1</html>", []),
+    ],
+)
+def test_a_gauge_is_read_from_prometheus_text(metrics: str, values: list[float]) -> None:
+    assert gauge_values(metrics, "g") == values

@@ -1,0 +1,11 @@
+"""The doctor finds out why a priority has no effect. It examines a running deployment route by route.
+
+It changes nothing in a deployment: it reads, renders small prompts and generates a few tokens, and it announces what
+it will send. docs/doctor.md explains each check and why its result is a proof.
+"""
+
+from control_plane.doctor.examination import examine
+from control_plane.doctor.report import STYLES, Report, Row, Verdict, table
+from control_plane.doctor.settings import DoctorSettings
+
+__all__ = ["STYLES", "DoctorSettings", "Report", "Row", "Verdict", "examine", "table"]
