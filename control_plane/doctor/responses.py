@@ -44,7 +44,11 @@ def error_text(response: httpx.Response) -> str:
 def status_and_error(response: httpx.Response) -> str:
     """Return the status and the error message as the object of "returned"."""
     text = error_text(response)
-    return f'{response.status_code} with "{text}"' if text else f"{response.status_code} with an empty body"
+    return (
+        f'{response.status_code} with "{text.removesuffix(".")}"'
+        if text
+        else f"{response.status_code} with an empty body"
+    )
 
 
 def summarized(response: httpx.Response) -> str:

@@ -1,4 +1,4 @@
-"""An engine without --enable-scale-out: its 403 comes through as it is, and the doctor says what to do."""
+"""An engine without --enable-scale-out: its 403 passes through unchanged, and the doctor says what to do."""
 
 import asyncio
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def off_sidecar_url(off_url: str, tmp_path_factory: pytest.TempPathFactory) -> I
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("headers", [{}, {"X-Vllm-Priority": "-10"}], ids=["no header", "-10"])
-def test_vllms_403_comes_through(
+def test_vllms_403_passes_through_unchanged(
     headers: dict[str, str], route: str, off_url: str, off_sidecar_url: str, client: httpx.Client
 ) -> None:
     body = BODIES_THAT_ARE_REFUSED[route]
@@ -54,7 +54,7 @@ def test_vllms_403_comes_through(
     assert (through.status_code, through.content) == (403, straight.content)
 
 
-def test_simulator_refuses_alike(off_url: str, client: httpx.Client) -> None:
+def test_the_simulator_rejects_alike(off_url: str, client: httpx.Client) -> None:
     settings = simulator.SimulatorSettings(kind="engine", scale_out=False, model=MODEL_NAME)
     with simulator.run(settings) as simulated_url:
         for route, body in BODIES_THAT_ARE_REFUSED.items():
@@ -62,7 +62,7 @@ def test_simulator_refuses_alike(off_url: str, client: httpx.Client) -> None:
             assert (simulated.status_code, simulated.content) == (expected.status_code, expected.content)
 
 
-def test_the_doctor_names_the_flag(off_sidecar_url: str) -> None:
+def test_the_doctor_names_vllms_option(off_sidecar_url: str) -> None:
     report = asyncio.run(examine(DoctorSettings(engine=off_sidecar_url, timeout=60)))
     assert report.exit_status == 1
     assert any("--enable-scale-out" in row.next_step for row in report.rows if row.verdict == "fail"), report.rows

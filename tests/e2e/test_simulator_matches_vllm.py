@@ -1,8 +1,8 @@
-"""The simulator is held against real vLLM route by route, so that what the demo shows cannot drift from what vLLM does.
+"""The simulator is compared with real vLLM route by route, so that the demo cannot drift from what vLLM does.
 
-Both get the same bytes. Compared are the status, the names of the headers, and the body: errors to the letter, other
-answers by their structure (which members, of which types) and by the priorities in them. Tokens and texts differ: the
-simulator has no model.
+Both get the same bytes. The tests compare the status, the names of the headers, and the body: errors to the letter,
+other responses by their structure (which members, of which types) and by the priorities in them. Tokens and texts
+differ, because the simulator has no model.
 """
 
 import gzip
@@ -202,7 +202,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def simulators() -> Iterator[dict[Role, str]]:
-    """A simulated render server and a simulated engine, set up as the real ones are."""
+    """A simulated render server and a simulated engine, configured like the real ones."""
     render = simulator.SimulatorSettings(kind="render", model=MODEL_NAME)
     engine = simulator.SimulatorSettings(kind="engine", model=MODEL_NAME)
     with simulator.run(render) as render_url, simulator.run(engine) as engine_url:
@@ -217,7 +217,7 @@ def real(render_url: str, engine_url: str) -> dict[Role, str]:
 @pytest.mark.parametrize(
     ("role", "case"), [pytest.param(role, case, id=f"{role}: {case.name}") for case in CASES for role in case.roles]
 )
-def test_simulator_answers_like_vllm(
+def test_the_simulator_responds_like_vllm(
     role: Role, case: Case, real: dict[Role, str], simulators: dict[Role, str], client: httpx.Client
 ) -> None:
     simulated, expected = (described(case.send(client, urls[role])) for urls in (simulators, real))
@@ -225,36 +225,36 @@ def test_simulator_answers_like_vllm(
 
 
 @pytest.mark.parametrize("role", BOTH)
-def test_simulator_has_vllms_gauges(role: Role, real: dict[Role, str], simulators: dict[Role, str]) -> None:
-    """The ones that tell the queue, with their types and labels; a render server has none of them."""
+def test_the_simulator_has_vllms_queue_metrics(role: Role, real: dict[Role, str], simulators: dict[Role, str]) -> None:
+    """The metrics that show the queue, with their types and labels. A render server has none of them."""
     families = {url: queue_metrics(url) for url in (real[role], simulators[role])}
     assert families[simulators[role]] == families[real[role]]
     assert bool(families[real[role]]) == (role == "engine")
 
 
-def described(answer: httpx.Response) -> dict[str, Any]:
-    """What has to be the same: where it is not, the test shows both."""
-    media_type = answer.headers.get("content-type", "").partition(";")[0]
+def described(response: httpx.Response) -> dict[str, Any]:
+    """Return what must be the same. If it differs, the test shows both."""
+    media_type = response.headers.get("content-type", "").partition(";")[0]
     found: dict[str, Any] = {
-        "status": answer.status_code,
-        "headers": sorted(set(answer.headers) - {"date"}),
+        "status": response.status_code,
+        "headers": sorted(set(response.headers) - {"date"}),
         "media type": media_type,
     }
     if media_type == "text/event-stream":
-        found["events"] = _events(answer.text)
-    elif media_type == "application/json" and answer.content:
-        document = answer.json()
-        found["body"] = document if answer.is_error else structure(document)
+        found["events"] = _events(response.text)
+    elif media_type == "application/json" and response.content:
+        document = response.json()
+        found["body"] = document if response.is_error else structure(document)
         found["priorities"] = _priorities(document)
     else:
-        found["body"] = answer.text
-    if "location" in answer.headers:
-        found["location"] = httpx.URL(answer.headers["location"]).path
+        found["body"] = response.text
+    if "location" in response.headers:
+        found["location"] = httpx.URL(response.headers["location"]).path
     return found
 
 
 def differences(simulated: Any, expected: Any, where: str = "") -> list[str]:
-    """What is not the same, one line each, so that a failure reads as a list of what to mend in the simulator."""
+    """Return the differences, one line each, so that a failure reads as a list of what to fix in the simulator."""
     if isinstance(simulated, dict) and isinstance(expected, dict):
         missing = [f"{where}.{key}: missing, vLLM: {expected[key]!r}" for key in expected.keys() - simulated.keys()]
         extra = [f"{where}.{key}: {simulated[key]!r}, not in vLLM's" for key in simulated.keys() - expected.keys()]
@@ -271,7 +271,7 @@ def differences(simulated: Any, expected: Any, where: str = "") -> list[str]:
 
 
 def structure(value: Any) -> Any:
-    """Members and the types of their values. A list is as the first of what it holds."""
+    """Return the members and the types of their values. A list is represented by its first item."""
     if isinstance(value, dict):
         return {key: structure(member) for key, member in value.items()}
     if isinstance(value, list):
@@ -285,7 +285,7 @@ def _priorities(document: Any) -> list[Any]:
 
 
 def _events(text: str) -> list[Any]:
-    """The structure of each event, repeats left out: vLLM puts as many tokens into one as it has ready."""
+    """Return the structure of each event without repeats: vLLM puts as many tokens into an event as it has ready."""
     found: list[Any] = []
     for block in text.split("\n\n"):
         names = [line for line in block.splitlines() if line.startswith("event:")]
@@ -306,7 +306,7 @@ QUEUE_METRICS = (
 
 
 def queue_metrics(url: str) -> set[tuple[str, str, str]]:
-    """(name, type, label names) of the metrics that tell the queue. Bucket bounds are left out."""
+    """Return (name, type, label names) of the metrics that show the queue. Bucket bounds are left out."""
     text = httpx.get(f"{url}/metrics", timeout=30, trust_env=False).text
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
     found = set()

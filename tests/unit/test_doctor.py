@@ -21,6 +21,7 @@ from rich.console import Console
 from control_plane import doctor
 from control_plane.doctor import DoctorSettings, Report, Row, Verdict, examine
 from control_plane.doctor.responses import gauge_values
+from control_plane.doctor.server import Server
 from control_plane.errors import InvalidField
 from control_plane.policy import GENERATE_ROUTE, RENDER_ROUTES, Role
 from control_plane.simulator import SimulatorSettings, run
@@ -108,6 +109,25 @@ def test_the_command_that_cures_it_has_only_options_that_exist(fault: Report) ->
     for lost in (row for row in fault.rows if row.verdict == "lost"):
         _, command, *arguments = shlex.split(lost.next_step.partition("to it: ")[2])
         cli.commands[command].make_context(command, arguments)
+
+
+@pytest.mark.parametrize(
+    ("report", "advice"),
+    [
+        (None, "Put a sidecar in front of this server and send clients to it: vllm-priority run --role engine"),
+        ("none; outcome=absent", "The sidecar saw no priority header."),
+        ("none; outcome=kept", "It kept the body's own priority."),
+        ("4; source=default; outcome=inserted", "It applied the policy's default."),
+        ("none; outcome=too_large", "Raise limits.max_body_bytes"),
+        ("none; outcome=upstream_error", "was not a JSON response with status 200"),
+        ("none; outcome=invalid", "Check the sidecar's policy"),
+        ("-10; source=header; outcome=inserted", "Check the sidecar's policy"),
+        ("not a report", "Check the sidecar's policy"),
+    ],
+)
+def test_the_advice_for_a_lost_header_follows_from_the_sidecars_report(report: str | None, advice: str) -> None:
+    server = Server(DoctorSettings(engine="http://h:1"), "engine", "http://h:1", httpx.AsyncClient(), [])
+    assert advice in server.advice_for_lost_header(report)
 
 
 def test_a_lost_priority_gives_exit_status_1(fault: Report) -> None:
