@@ -3,8 +3,6 @@
 Past this module every function takes the frozen models and checks nothing again.
 """
 
-import re
-import reprlib
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +20,7 @@ from pydantic import (
 )
 
 from control_plane.errors import PolicyError
+from control_plane.messages import one_line, problems, shown
 
 Role = Literal["render", "engine"]
 ROLES: tuple[Role, ...] = ("render", "engine")
@@ -277,7 +276,7 @@ class _StrictLoader(yaml.SafeLoader):
                 continue
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {_shown(key)} is there twice", key_node.start_mark
+                    None, None, f"the key {shown(key)} is there twice", key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
@@ -291,34 +290,34 @@ def parse_policies(text: str, source: str = "policy") -> Policies:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "cannot be read"
-        raise PolicyError(f"{source}: not YAML:{where} {_one_line(problem)}") from None
+        raise PolicyError(f"{source}: not YAML:{where} {one_line(problem)}") from None
     except RecursionError:
         raise PolicyError(f"{source}: nested too deeply; allowed: a policy, as in the README") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # A date or number that YAML recognises and Python refuses, or a tag on what it does not fit, as in `!!int ""`.
-        reason = f": {_one_line(str(error))}" if isinstance(error, ValueError) else ", or does not fit its tag"
+        reason = f": {one_line(str(error))}" if isinstance(error, ValueError) else ", or does not fit its tag"
         raise PolicyError(f"{source}: not YAML: a value cannot be read{reason}") from None
     if document is None:
         document = {}
     if not isinstance(document, dict):
         wanted = "a mapping of keys is wanted; allowed: a policy, as in the README"
-        raise PolicyError(f"{source}: {_shown(document)} stands where {wanted}")
+        raise PolicyError(f"{source}: {shown(document)} stands where {wanted}")
     top = {key: value for key, value in document.items() if key != "policies"}
     entries = document.get("policies")
     entries = [] if entries is None else entries
     default = _validate(Policy, top, source)
     if not isinstance(entries, list):
-        raise PolicyError(f"{source}: policies: {_shown(entries)} is not allowed; allowed: a list of named policies")
+        raise PolicyError(f"{source}: policies: {shown(entries)} is not allowed; allowed: a list of named policies")
     named = []
     for index, entry in enumerate(entries):
         path = f"policies[{index}]"
         if not isinstance(entry, dict):
-            raise PolicyError(f"{source}: {path}: {_shown(entry)} is not allowed; allowed: name, selector, policy")
+            raise PolicyError(f"{source}: {path}: {shown(entry)} is not allowed; allowed: name, selector, policy")
         own = entry.get("policy")
         own = {} if own is None else own
         if not isinstance(own, dict):
             raise PolicyError(
-                f"{source}: {path}.policy: {_shown(own)} is not allowed; allowed: a mapping of policy keys"
+                f"{source}: {path}.policy: {shown(own)} is not allowed; allowed: a mapping of policy keys"
             )
         policy = _validate(Policy, {**top, **own}, source, f"{path}.policy.")
         named.append(_validate(NamedPolicy, {**entry, "policy": policy}, source, f"{path}."))
@@ -341,7 +340,7 @@ def load_policies(path: Path | str) -> Policies:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
         raise PolicyError(f"{path}: cannot be read: {reason}; allowed: the path of a policy in YAML") from None
     except ValueError:  # a NUL, which no path has
-        raise PolicyError(f"{_shown(str(path))}: no path; allowed: the path of a policy in YAML") from None
+        raise PolicyError(f"{shown(str(path))}: no path; allowed: the path of a policy in YAML") from None
     if len(read) > MAX_FILE_BYTES:
         raise PolicyError(f"{path}: is too large; allowed: at most {MAX_FILE_BYTES} bytes")
     return parse_policies(text, str(path))
@@ -359,119 +358,5 @@ def _validate(model: type[_ModelT], data: Mapping[str, Any], source: str, prefix
     try:
         return model.model_validate(dict(data))
     except ValidationError as error:
-        raise PolicyError(f"{source}: {_problems(model, error, prefix)}") from None
-
-
-def _problems(model: type[BaseModel], error: ValidationError, prefix: str) -> str:
-    """pydantic's errors in one line: `key.path: what is wrong; allowed: what is allowed`, joined by semicolons."""
-    whole: list[str] = []
-    wrong: dict[str, str] = {}
-    allowed: dict[str, list[str]] = {}
-    for item in error.errors():
-        kind, context = item["type"], item.get("ctx", {})
-        path = _key_path(item["loc"], prefix)
-        if kind == "value_error":
-            whole.append(prefix + str(context["error"]))
-        elif kind in {"extra_forbidden", "invalid_key"}:
-            if kind == "invalid_key":  # no text: its path would be that of a list's item
-                path = _key_path(item["loc"][:-1], prefix, end=_shown(item["input"]))
-            whole.append(f"{path}: unknown key; allowed: {', '.join(_keys_at(model, item['loc'][:-1], prefix))}")
-        elif kind == "missing":
-            whole.append(f"{path}: is missing")
-        else:
-            wrong[path] = _shown(item["input"])
-            allowed.setdefault(path, []).append(_allowed(kind, context, item["msg"]))
-    # Where an item of a list is wrong, that the list itself is not the union's other member helps nobody.
-    wrong = {path: shown for path, shown in wrong.items() if not any(other.startswith(f"{path}[") for other in wrong)}
-    whole += [f"{path}: {wrong[path]} is not allowed; allowed: {' or '.join(allowed[path])}" for path in wrong]
-    if len(whole) > _MOST_PROBLEMS:
-        whole[_MOST_PROBLEMS:] = [f"and {len(whole) - _MOST_PROBLEMS} more"]
-    return "; ".join(whole)
-
-
-# Named in one message: who has more than these has another kind of file.
-_MOST_PROBLEMS = 5
-
-
-# pydantic adds the name of a union's member to the path of an error: that is no key of the file.
-_UNION_MEMBER = re.compile(r"constrained-|literal\[|tuple\[|\[key\]")
-
-
-# Keys that can be read as they are; others are quoted, so that a message stays one line.
-_PLAIN_KEY = re.compile(r"[\w.-]{1,63}")
-
-
-def _key_path(location: tuple[int | str, ...], prefix: str, end: str = "") -> str:
-    parts = []
-    for index, part in enumerate(location):
-        if index and isinstance(part, str) and _UNION_MEMBER.match(part):
-            continue
-        if isinstance(part, int):
-            parts.append(f"[{part}]")
-        else:
-            parts.append(f".{part if _PLAIN_KEY.fullmatch(part) else _shown(part)}")
-    path = "".join([*parts, f".{end}" if end else ""])
-    return prefix + path.removeprefix(".") or "policy"
-
-
-def _keys_at(model: type[BaseModel], location: tuple[Any, ...], prefix: str) -> list[str]:
-    current = model
-    for part in location:
-        field = current.model_fields.get(part) if isinstance(part, str) else None
-        if field is not None and isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            current = field.annotation
-    names = list(current.model_fields)
-    return [*names, "policies"] if current is Policy and not prefix else names
-
-
-_KINDS = {
-    "bool_type": "true or false",
-    "int_type": "an integer",
-    "string_type": "a text",
-    "string_unicode": "a text",
-    "dict_type": "a mapping",
-    "mapping_type": "a mapping",
-    "model_type": "a mapping",
-    "tuple_type": "a list",
-}
-# By how a pattern starts.
-_PATTERNS = {
-    "^/": "a path that starts with / and has no query, % or blank",
-    "^[A": "a name of at most 63 letters, digits and . _ - that starts with a letter",
-    "^[a-z0-9!": "a header's name",
-    "^[a-z0-9](": "a name of at most 63 lower-case letters, digits and - that starts and ends with no -",
-}
-
-
-def _allowed(kind: str, context: Mapping[str, Any], message: str) -> str:
-    if kind == "literal_error":
-        return str(context["expected"])
-    if kind in {"greater_than_equal", "less_than_equal"}:
-        return f"{'at least' if kind.startswith('greater') else 'at most'} {context.get('ge', context.get('le'))}"
-    if kind == "string_pattern_mismatch":
-        pattern = str(context["pattern"])
-        return next(text for start, text in _PATTERNS.items() if pattern.startswith(start))
-    if kind in {"string_too_long", "too_long"}:
-        return f"at most {context['max_length']} characters"
-    return _KINDS.get(kind, message)
-
-
-# Bounded in depth as well: aliases can make a value of a few lines that is longer than any memory when written out.
-class _Repr(reprlib.Repr):
-    def repr_int(self, x: int, level: int) -> str:
-        # Python writes no integer of more than 4300 digits.
-        return super().repr_int(x, level) if x.bit_length() < 1024 else f"an integer of {x.bit_length()} bits"
-
-
-_REPR = _Repr()
-_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 2, 60, 60, 60
-
-
-def _shown(value: object) -> str:
-    text = _REPR.repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _one_line(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= 200 else text[:197] + "..."
+        extra_keys = ("policies",) if model is Policy and not prefix else ()
+        raise PolicyError(f"{source}: {problems(model, error, prefix, extra_keys)}") from None
