@@ -1,12 +1,11 @@
 """The control plane's HTTP: discovery for sidecars, injection for pods, and what it knows of both.
 
-HTTP only: what to answer is worked out in xds.py, admission.py and fleet.py. An app holds no state that an answer to
+HTTP only: responses are worked out in xds.py, the injector and fleet.py. An app holds no state that an answer to
 a sidecar or to Kubernetes depends on, so any number of replicas answer alike.
 """
 
 import asyncio
 import contextlib
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -23,10 +22,11 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from control_plane.admission import InjectorSettings, encoded, review
 from control_plane.certificates import Certificate
 from control_plane.errors import BadInput, PriorityError
 from control_plane.fleet import Fleet, Report, Standing
+from control_plane.injector.admission import decode_review, encode_json, review
+from control_plane.injector.settings import InjectorSettings
 from control_plane.policy import ROLES, load_policies
 from control_plane.render import Address
 from control_plane.services import Services
@@ -284,23 +284,6 @@ def _certificate(settings: ServeSettings) -> Certificate | None:
     return None
 
 
-def _decoded(body: bytes) -> object:
-    try:
-        return json.loads(body)
-    except RecursionError:
-        raise BadInput("admission review: nested too deeply; allowed: an AdmissionReview in JSON") from None
-    except ValueError as error:  # also UnicodeDecodeError, and an integer of too many digits
-        reason = " ".join(str(error).split())[:200]
-        raise BadInput(f"admission review: not JSON: {reason}; allowed: an AdmissionReview in JSON") from None
-
-
-def _namespace(admission_review: object) -> str | None:
-    """The pod's namespace, before anything is known of the review but that it is JSON."""
-    request = admission_review.get("request") if isinstance(admission_review, dict) else None
-    namespace = request.get("namespace") if isinstance(request, dict) else None
-    return namespace if isinstance(namespace, str) else None
-
-
 async def _watch(
     settings: ServeSettings, policy: PolicyFile, certificate: Certificate | None, fleet: Fleet, metrics: _Metrics
 ) -> None:
@@ -398,9 +381,9 @@ class _Front:
         """An AdmissionReview of admission.k8s.io/v1 -> the review with its response."""
         try:
             with self._metrics.inject_seconds.time():
-                asked = _decoded(body)
-                known = await self._services.of(_namespace(asked)) if self._services else None
-                answer = encoded(review(asked, self._policy.snapshot.policies, self._injector, known))
+                request = decode_review(body)
+                known = await self._services.of(request.namespace) if self._services else None
+                answer = encode_json(review(request, self._policy.snapshot.policies, self._injector, known))
         except BadInput as error:
             self._metrics.requests.labels("inject", "bad_request").inc()
             await _send_line(send, 400, str(error))
@@ -520,8 +503,8 @@ def _headers(body: bytes) -> list[tuple[bytes, bytes]]:
 
 def _line(text: str) -> bytes:
     """An error in the shape of FastAPI's own."""
-    return encoded({"detail": text})
+    return encode_json({"detail": text})
 
 
 def _json(status: int, content: Any) -> Response:
-    return Response(encoded(content), status, media_type="application/json")
+    return Response(encode_json(content), status, media_type="application/json")

@@ -17,19 +17,18 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from control_plane import __version__, memory, sidecar
-from control_plane.admission import (
-    DEFAULT_RESOURCES,
+from control_plane.errors import BadInput, InvalidField, PolicyError, PriorityError
+from control_plane.explain import Explanation, explain
+from control_plane.injector.manifests import inject_stream, uninject_stream
+from control_plane.injector.resources import DEFAULT_RESOURCES, parse_resources
+from control_plane.injector.settings import (
     DRAIN_SECONDS,
     ENVOY_IMAGE,
     REDIRECT_IMAGE,
-    USER_IDS,
     WORKERS,
     InjectorSettings,
+    not_a_uid,
 )
-from control_plane.errors import BadInput, InvalidField, PolicyError, PriorityError
-from control_plane.explain import Explanation, explain
-from control_plane.inject import inject_stream, uninject_stream
-from control_plane.pod import parse_resources
 from control_plane.policy import ROLES, Policies, Policy, Role, load_policies
 from control_plane.render import (
     DEFAULT_REQUEST_TIMEOUT,
@@ -606,28 +605,32 @@ def demo(envoy: str | None, as_json: bool) -> None:
     sys.exit(run_demo(sidecar.find_envoy(envoy), as_json=as_json))
 
 
-# How injected sidecars are set up: the same for the webhook and for files.
+# How injected sidecars are set up: the same options for the webhook and for files.
 _INJECTOR_OPTIONS = (
     _option("--sidecar-image", metavar="IMAGE", default=ENVOY_IMAGE, show_default=True, help="Envoy's image."),
-    _option("--redirect-image", metavar="IMAGE", default=REDIRECT_IMAGE, help="Has nft, for redirect mode."),
-    _option("--sidecar-resources", metavar="JSON", help='Such as {"requests": {"cpu": "100m"}}.'),
-    _option("--sidecar-concurrency", type=_whole(WORKERS), default=2, show_default=True, help="Workers."),
+    _option("--redirect-image", metavar="IMAGE", default=REDIRECT_IMAGE, help="Image with nft, for mode redirect."),
+    _option("--sidecar-resources", metavar="JSON", help='Resources, for example {"requests": {"cpu": "100m"}}.'),
+    _option("--sidecar-concurrency", type=_whole(WORKERS), default=2, show_default=True, help="Worker threads."),
     _option(
         "--sidecar-uid", metavar="UID|none", default="65532", show_default=True,
-        help="Its user. none: the cluster's choice, as on OpenShift; then there is no redirect mode.",
+        help="User id of the sidecar. none: the cluster chooses it (OpenShift), and there is no mode redirect.",
     ),
     _option(
-        "--sidecar-listen-host", metavar="0.0.0.0|::", default="0.0.0.0", show_default=True, help="::: IPv6 as well."
+        "--sidecar-listen-host", metavar="0.0.0.0|::", default="0.0.0.0", show_default=True,
+        help="Address on which the sidecar listens. Use :: for IPv4 and IPv6.",
     ),
     _option(
         "--native", type=click.Choice(["auto", "true", "false"]), default="auto", show_default=True,
-        help="Restartable init container. auto: from Kubernetes 1.33 on, as --kubernetes-version says.",
+        help="Run the sidecar as a restartable init container. auto: if --kubernetes-version is 1.33 or later.",
     ),
-    _option("--kubernetes-version", metavar="VERSION", help="Such as 1.33. Default: unknown, a plain container."),
-    _option("--control-plane", metavar="HOST:PORT", help="Where injected sidecars ask for policy changes."),
+    _option(
+        "--kubernetes-version", metavar="VERSION",
+        help="Version of the cluster, for example 1.33. Default: not known, so the sidecar is a plain container.",
+    ),
+    _option("--control-plane", metavar="HOST:PORT", help="Where injected sidecars fetch policy changes."),
     _option(
         "--drain-seconds", type=_whole(DRAIN_SECONDS), default=5, show_default=True,
-        help="How long vLLM goes on serving once its pod began to stop.",
+        help="How long vLLM goes on serving after its pod began to stop, in seconds.",
     ),
 )  # fmt: skip
 
@@ -640,19 +643,37 @@ def _injector_options(command: _Command) -> _Command:
     return command
 
 
+# Fields of InjectorSettings whose options have other names.
+_INJECTOR_FLAGS = {
+    "image": "--sidecar-image",
+    "resources": "--sidecar-resources",
+    "uid": "--sidecar-uid",
+    "listen_host": "--sidecar-listen-host",
+    "concurrency": "--sidecar-concurrency",
+}
+
+
 def _injector(options: Mapping[str, Any]) -> InjectorSettings:
+    try:
+        return _injector_settings(options)
+    except InvalidField as error:
+        flag = _INJECTOR_FLAGS.get(error.field, "--" + error.field.replace("_", "-"))
+        raise BadInput(f"{flag}: {error.problem}") from None
+
+
+def _injector_settings(options: Mapping[str, Any]) -> InjectorSettings:
     uid, resources, control_plane = options["sidecar_uid"], options["sidecar_resources"], options["control_plane"]
     if not re.fullmatch(r"none|[0-9]{1,10}", uid):
-        raise BadInput(f"--sidecar-uid: {uid[:60]!r} is no user id; {USER_IDS}")
+        raise InvalidField("uid", not_a_uid(uid))
     return InjectorSettings(
         image=options["sidecar_image"],
         redirect_image=options["redirect_image"],
-        resources=parse_resources(resources, "--sidecar-resources") if resources is not None else DEFAULT_RESOURCES,
+        resources=parse_resources(resources) if resources is not None else DEFAULT_RESOURCES,
         native={"auto": None, "true": True, "false": False}[options["native"]],
         kubernetes_version=options["kubernetes_version"],
         control_plane=Address.parse(control_plane, "--control-plane") if control_plane is not None else None,
         numeric_services=options.get("numeric_services", "warn"),
-        uninjectable=options.get("uninjectable", "refuse"),
+        on_injection_failure=options.get("on_injection_failure", "fail"),
         own_namespace=options.get("own_namespace"),
         uid=None if uid == "none" else int(uid),
         listen_host=options["sidecar_listen_host"],
@@ -669,23 +690,23 @@ def _injector(options: Mapping[str, Any]) -> InjectorSettings:
         "vllm-priority inject -f injected.yaml --uninject > deployment.yaml"
     ),
 )
-@_option("-f", "--file", "path", metavar="FILE|-", required=True, help="Manifests, YAML or JSON. -: stdin.")
-@_option("--uninject", is_flag=True, help="Take sidecars out again.")
+@_option("-f", "--file", "path", metavar="FILE|-", required=True, help="Manifests in YAML or JSON. -: stdin.")
+@_option("--uninject", is_flag=True, help="Take the sidecars out again.")
 @_policy_file
 @_injector_options
 def inject(path: str, uninject: bool, policy: str | None, **options: Any) -> None:
-    """Put sidecars into manifests, without a cluster. What is not touched keeps its bytes."""
+    """Inject sidecars into manifests, without a cluster. All that need not change keeps its bytes."""
     settings = _injector(options)
     try:
         text = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode()
     except OSError as error:
-        raise BadInput(f"-f: {path}: cannot be read: {error.strerror}; allowed: a file, or -") from None
+        raise BadInput(f"-f: {path}: cannot be read: {error.strerror}. Use a file, or - for stdin.") from None
     except ValueError:
-        raise BadInput(f"-f: {path}: not UTF-8 text; allowed: manifests in YAML or JSON") from None
+        raise BadInput(f"-f: {path}: not UTF-8 text. Use manifests in YAML or JSON.") from None
     written, notes = uninject_stream(text) if uninject else inject_stream(text, _policies(policy), settings)
     if written == text:
-        what = "no sidecar was found to take out" if uninject else "no pod template of a vLLM server was found"
-        notes = [*notes, f"{path}: unchanged" if notes else f"{path}: unchanged: {what}"]  # the notes say why
+        what = "it contains no sidecar" if uninject else "it contains no pod template of a vLLM server"
+        notes = [*notes, f"{path}: unchanged" if notes else f"{path}: unchanged: {what}"]  # The notes say why.
     for note in notes:
         click.echo(f"vllm-priority inject: {note}", err=True)
     sys.stdout.buffer.write(written.encode())
@@ -703,16 +724,17 @@ def inject(path: str, uninject: bool, policy: str | None, **options: Any) -> Non
 @_option("--tls-listen", metavar="HOST:PORT", default="0.0.0.0:8443", show_default=True, help="The same over TLS.")
 @_option("--tls-cert", metavar="FILE", help="PEM; reloaded when it changes.")
 @_option("--tls-key", metavar="FILE", help="PEM.")
-@_option("--read-services", is_flag=True, help="Ask Kubernetes for the Services of a pod's namespace.")
+@_option("--read-services", is_flag=True, help="Read the Services of a pod's namespace from Kubernetes.")
 @_option(
     "--numeric-services", type=click.Choice(["warn", "redirect"]), default="warn", show_default=True,
-    help="Where a Service targets vLLM's port by number, which passes a sidecar by.",
+    help="What to do if a Service targets vLLM's port by number, which bypasses the sidecar.",
 )  # fmt: skip
 @_option(
-    "--uninjectable", type=click.Choice(["refuse", "skip"]), default="refuse", show_default=True,
-    help="A pod that asks for a sidecar and cannot have one.",
+    "--on-injection-failure", type=click.Choice(["fail", "ignore"]), default="fail", show_default=True,
+    help="What to do with a pod that asks for a sidecar and cannot have one. fail: reject the pod; "
+    "ignore: let it start without a sidecar, with a warning.",
 )  # fmt: skip
-@_option("--own-namespace", metavar="NAME", help="Pods there are left alone.")
+@_option("--own-namespace", metavar="NAME", help="Namespace of the control plane. Its pods are not injected.")
 @_injector_options
 @click.pass_context
 def serve(
@@ -726,7 +748,7 @@ def serve(
     read_services: bool,
     **options: Any,
 ) -> None:
-    """Serve the policy to running sidecars, and put sidecars into pods."""
+    """Serve the policy to running sidecars, and inject sidecars into pods."""
     from control_plane.app import ServeSettings
     from control_plane.server import serve as run_server
 
@@ -735,7 +757,7 @@ def serve(
     if tls_cert is None and context.get_parameter_source("tls_listen") is ParameterSource.COMMANDLINE:
         raise BadInput("--tls-listen: nothing is served there; allowed: with --tls-cert and --tls-key")
     if options["numeric_services"] == "redirect" and not read_services:
-        raise BadInput("--numeric-services: 'redirect' needs to know the Services; allowed: with --read-services")
+        raise BadInput("--numeric-services: 'redirect' needs to know the Services. Use it with --read-services.")
     run_server(
         ServeSettings(
             policy=Path(policy),

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from control_plane.errors import BadInput
-from control_plane.pod import amount
+from control_plane.injector.resources import Quantity
 
 LEAST_BYTES = 128 * 1024**2
 """An idle Envoy with the filter takes about 70 MiB."""
@@ -18,7 +18,10 @@ _LIMITS = (("", "memory.max"), ("unified", "memory.max"), ("memory", "memory.lim
 
 def parse_limit(text: str, what: str) -> int:
     """Return the bytes that a Kubernetes quantity stands for, such as 1280Mi. BadInput names `what` was wrong."""
-    found = amount(text)
+    try:
+        found = Quantity.parse(text).value
+    except ValueError:
+        found = None
     if found is None or not LEAST_BYTES <= found < 2**63:
         raise BadInput(
             f"{what}: {text[:60]!r} is not a valid amount of memory. Use bytes or a Kubernetes quantity of at least"

@@ -23,8 +23,8 @@ from typing import IO, Self
 
 import httpx
 
-from control_plane.admission import ENVOY_VERSION
 from control_plane.errors import BadInput, EnvoyError
+from control_plane.injector.settings import ENVOY_VERSION
 from control_plane.render import STANDARD_STREAMS, Address, Placement, Resource
 
 OLDEST_ENVOY = (1, 37)

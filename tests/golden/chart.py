@@ -92,7 +92,7 @@ VARIANTS: Mapping[str, Variant] = {
                 "native": True,
                 "drainSeconds": 15,
                 "listenHost": "::",
-                "uninjectable": "skip",
+                "onInjectionFailure": "ignore",
                 "numericServices": "redirect",
             },
             "serviceAccount": {"name": "priorities", "annotations": {"example.com/owner": "ml"}},
@@ -188,7 +188,7 @@ _TYPES: dict[str, Any] = {
         "native": {"enum": ["auto", "true", "false", True, False]},
         "drainSeconds": {"type": "integer", "minimum": 0, "maximum": 3600},
         "listenHost": _enum("0.0.0.0", "::"),
-        "uninjectable": _enum("refuse", "skip"),
+        "onInjectionFailure": _enum("fail", "ignore"),
         "numericServices": _enum("warn", "redirect"),
     },
     "certificates": {

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from control_plane.admission import InjectorSettings
-from control_plane.inject import inject_stream
+from control_plane.injector.manifests import inject_stream
+from control_plane.injector.settings import InjectorSettings
 from control_plane.policy import Policies
 
 EXAMPLE = Path(__file__).resolve().parent.parent.parent / "deploy" / "examples" / "scale-out"

@@ -7,7 +7,8 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from control_plane.admission import InjectorSettings, mutate
+from control_plane.injector.admission import mutate
+from control_plane.injector.settings import InjectorSettings
 from control_plane.policy import Policies
 from control_plane.render import Address
 
@@ -74,49 +75,50 @@ def container(pod: Pod, name: str) -> Any:
 
 
 @pytest.mark.parametrize("version", ["1.27", "1.29", "1.32", "1.33", "1.35"])
-def test_a_service_by_name_reaches_the_sidecar_on_every_version(version):
-    numbers = tuple(int(part) for part in version.split("."))
+def test_a_service_by_name_reaches_the_sidecar_on_every_version(version: str) -> None:
+    major, minor = version.split(".")
+    numbers = int(major), int(minor)
     assert find_port(POD, "http", version=numbers) == 8000
     pod = injected(version)
     assert find_port(pod, "http", version=numbers) == 18001
     assert find_port(pod, "metrics", version=numbers) == 9400
 
 
-def test_the_resolver_knows_what_older_clusters_do_not():
+def test_a_native_sidecars_port_name_is_not_found_before_1_33() -> None:
     """So that the row above can fail: a native sidecar's name is found by nobody before 1.33."""
     pod = injected("1.33")
     assert find_port(pod, "http", version=(1, 32)) is None
     assert find_port(pod, "http", version=(1, 33)) == 18001
 
 
-def test_a_service_by_number_passes_it_by_which_is_why_the_answer_warns():
+def test_a_service_by_number_bypasses_the_sidecar_and_causes_a_warning() -> None:
     pod = {**POD, "metadata": {"labels": {"app": "engine"}}}
     mutation = mutate(pod, Policies(), InjectorSettings(kubernetes_version="1.35"))
     assert find_port(mutation.pod, 8000) == 8000
-    assert any("8000 passes it by" in warning for warning in mutation.warnings)
+    assert any("8000 bypasses it" in warning for warning in mutation.messages)
 
 
 @pytest.mark.parametrize("version", ["1.32", "1.35"])
-def test_probes_and_hooks_go_on_asking_vllm_itself(version):
+def test_probes_and_hooks_still_reach_vllm_itself(version: str) -> None:
     app = container(injected(version), "vllm")
     for handler in (app["readinessProbe"], app["livenessProbe"], app["startupProbe"], app["lifecycle"]["postStart"]):
         assert probe_port(app, handler) == 8000
 
 
 @pytest.mark.parametrize("version", ["1.32", "1.35"])
-def test_the_sidecars_own_probes_find_its_health_listener(version):
+def test_the_probes_of_the_sidecar_find_its_health_listener(version: str) -> None:
     sidecar = container(injected(version), "vllm-priority")
     assert probe_port(sidecar, sidecar["readinessProbe"]) == probe_port(sidecar, sidecar["livenessProbe"]) == 19002
 
 
 @pytest.mark.parametrize("mode", ["takeover", "redirect", "port"])
 @pytest.mark.parametrize("version", ["1.32", "1.35"])
-def test_kubernetes_takes_the_pod(version, mode):
+def test_kubernetes_accepts_the_pod(version: str, mode: str) -> None:
     kubernetes_validate.validate(injected(version, mode), "1.35", strict=True)
 
 
 @pytest.mark.parametrize("control_plane", [None, Address("vllm-priority.infra.svc", 8080)])
-def test_envoy_takes_the_arguments(envoy: Path, control_plane: Address | None):
+def test_envoy_accepts_the_arguments(envoy: Path, control_plane: Address | None) -> None:
     chosen = InjectorSettings(control_plane=control_plane)
     sidecar = container(mutate(POD, Policies(), chosen).pod, "vllm-priority")
     args = expand(sidecar["args"], {"POD_NAME": "m-1", "POD_NAMESPACE": "ml"})

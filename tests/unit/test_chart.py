@@ -397,5 +397,5 @@ def test_the_program_takes_the_arguments_that_the_chart_gives_it(rendered: dict[
     settings = injector_settings(options)
     assert str(settings.control_plane).endswith(f".{NAMESPACE}.svc:8080") or name == "no-webhook"
     if name == "everything-set":
-        assert (settings.image, settings.uninjectable) == ("images.example/envoy:v1.40.0", "skip")
+        assert (settings.image, settings.on_injection_failure) == ("images.example/envoy:v1.40.0", "ignore")
         assert settings.resources["limits"] == {"memory": "2Gi"}

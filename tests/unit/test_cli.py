@@ -328,12 +328,12 @@ URL = "is not a valid server URL. Use the root URL of a server, for example http
         (["demo", "--envoy", "./not-envoy"], "does not answer --version like an Envoy does"),
         # inject
         (["inject"], "vllm-priority inject: Missing option '-f' / '--file'."),
-        (["inject", "-f", "none"], "-f: none: cannot be read: No such file or directory; allowed: a file, or -"),
+        (["inject", "-f", "none"], "-f: none: cannot be read: No such file or directory. Use a file, or - for stdin."),
         (["inject", "-f", "folder"], "-f: folder: cannot be read: Is a directory"),
-        (["inject", "-f", "latin.yaml"], "-f: latin.yaml: not UTF-8 text; allowed: manifests in YAML or JSON"),
-        (["inject", "-f", "pod.yaml"], "line 4: not YAML: "),
-        (["inject", "-f", "pod.yaml", "--uninject"], "line 4: not YAML: "),
-        ([*INJECT, "--sidecar-resources", "{"], "--sidecar-resources: not JSON; allowed: such as"),
+        (["inject", "-f", "latin.yaml"], "-f: latin.yaml: not UTF-8 text. Use manifests in YAML or JSON."),
+        (["inject", "-f", "pod.yaml"], "line 4: malformed YAML: "),
+        (["inject", "-f", "pod.yaml", "--uninject"], "line 4: malformed YAML: "),
+        ([*INJECT, "--sidecar-resources", "{"], "--sidecar-resources: malformed JSON '{'. Use JSON, for example"),
         ([*INJECT, "--control-plane", "here"], f"--control-plane: 'here' {ADDRESS}"),
         # serve
         (["serve"], "vllm-priority serve: Missing option '--policy'."),
@@ -348,7 +348,7 @@ URL = "is not a valid server URL. Use the root URL of a server, for example http
         ),
         (
             ["serve", "--policy", "ok.yaml", "--listen", "{taken}", "--numeric-services", "redirect"],
-            "--numeric-services: 'redirect' needs to know the Services; allowed: with --read-services",
+            "--numeric-services: 'redirect' needs to know the Services. Use it with --read-services.",
         ),
         (["serve", "--policy", "ok.yaml", "--tls-cert", "text"], "--tls-cert and --tls-key go together; allowed: both"),
         (["serve", "--policy", "ok.yaml", "--tls-key", "text"], "--tls-cert and --tls-key go together"),
@@ -370,34 +370,34 @@ def test_a_wrong_use_is_refused(
 
 INJECTOR_OPTIONS = [
     *(
-        (option, image, f"{option}: {image[:60]!r} is no image; allowed: such as docker.io/envoyproxy/envoy:")
+        (option, image, f"{option}: {image[:60]!r} is not a valid image reference. Use HOST/PATH:TAG")
         for option in ("--sidecar-image", "--redirect-image")
         for image in ("", "a b", "http://corp/envoy", "corp/envoy:", ":1.40.0", "corp//envoy", "/envoy", "corp/Envoy",
                       "envoy@sha256:12", "envoy:" + "1" * 129, "envoy\n", "{{ image }}")
     ),
-    ("--sidecar-resources", "", "--sidecar-resources: not JSON; allowed: such as"),
-    ("--sidecar-resources", "[]", "--sidecar-resources: '[]' is not allowed; allowed: such as"),
-    ("--sidecar-resources", '{"requests": {"": "1"}}', "is not allowed; allowed: such as"),
-    ("--sidecar-resources", '{"requests": {"c pu": "1"}}', "is not allowed; allowed: such as"),
+    ("--sidecar-resources", "", "--sidecar-resources: malformed JSON ''. Use JSON, for example"),
+    ("--sidecar-resources", "[]", "--sidecar-resources: '[]' is not a valid ResourceRequirements. Use JSON"),
+    ("--sidecar-resources", '{"requests": {"": "1"}}', "is not a valid ResourceRequirements. Use JSON"),
+    ("--sidecar-resources", '{"requests": {"c pu": "1"}}', "is not a valid ResourceRequirements. Use JSON"),
     (
         "--sidecar-resources", '{"requests": {"cpu": "1500m"}, "limits": {"cpu": "1"}}',
-        "--sidecar-resources: requests.cpu 1500m is above limits.cpu 1; allowed: requests <= limits",
+        "--sidecar-resources: requests.cpu 1500m is above limits.cpu 1. Request at most the limit.",
     ),
     (
         "--sidecar-resources", '{"requests": {"memory": "1Gi"}, "limits": {"memory": "1G"}}',
-        "--sidecar-resources: requests.memory 1Gi is above limits.memory 1G; allowed: requests <= limits",
+        "--sidecar-resources: requests.memory 1Gi is above limits.memory 1G. Request at most the limit.",
     ),
     *(
-        ("--kubernetes-version", text, f"--kubernetes-version: {text!r} is no version; allowed: such as 1.33")
+        ("--kubernetes-version", text, f"--kubernetes-version: {text!r} is not a valid version. Use MAJOR.MINOR")
         for text in ("", "new", "1", "1.33 or so", "1.33/x", "1.٣")
     ),
     *(
-        ("--sidecar-listen-host", host, f"--sidecar-listen-host: {host!r} is not where a pod can be reached; "
-         "allowed: 0.0.0.0, or :: for IPv6 as well")
+        ("--sidecar-listen-host", host, f"--sidecar-listen-host: {host!r} is not an address on which every pod can be "
+         "reached. Use 0.0.0.0, or :: for IPv4 and IPv6.")
         for host in ("", "localhost", "127.0.0.1", "224.0.0.1", "10.0.0.1", "::1", "fe80::1%eth0", "[::]")
     ),
     *(
-        ("--sidecar-uid", uid, f"--sidecar-uid: {uid[:60]!r} is no user id; allowed: 1 to 2147483647, or none")
+        ("--sidecar-uid", uid, f"--sidecar-uid: {uid[:60]!r} is not a valid user id. Use a number from 1 to")
         for uid in ("", "0", "-1", "root", "None", "1.0", "2147483648", "9" * 5000)
     ),
     *(
@@ -418,12 +418,13 @@ def test_what_no_sidecar_can_be_set_up_with_is_refused_at_the_start(
 
 def test_inject_gives_one_reason_for_what_it_leaves_as_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     written_out = Path(__file__).parents[2] / "deploy" / "examples" / "scale-out" / "written-out.yaml"
+    already = "not injected (AlreadyInjected): the pod has the sidecar already."
     assert call(capsys, ["inject", "-f", str(written_out)]).err.splitlines() == [
-        "vllm-priority inject: Deployment/vllm-render: passed as it is: the sidecar is there already",
-        "vllm-priority inject: Deployment/vllm-engine: passed as it is: the sidecar is there already",
+        f"vllm-priority inject: Deployment/vllm-render: {already}",
+        f"vllm-priority inject: Deployment/vllm-engine: {already}",
         f"vllm-priority inject: {written_out}: unchanged",
     ]
-    nothing = "vllm-priority inject: ok.yaml: unchanged: no pod template of a vLLM server was found\n"
+    nothing = "vllm-priority inject: ok.yaml: unchanged: it contains no pod template of a vLLM server\n"
     assert call(capsys, ["inject", "-f", "ok.yaml"]) == (0, "default: 1", nothing)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from control_plane.admission import ENVOY_IMAGE
+from control_plane.injector.settings import ENVOY_IMAGE
 from control_plane.policy import ROLES, Policy
 from control_plane.render import DEFAULT_LISTEN, DEFAULT_UPSTREAM, Placement, bootstrap
 from tests.fetch_tools import fetch
@@ -20,7 +20,7 @@ FOLDER = Path(__file__).resolve().parent.parent.parent / "deploy" / "compose"
 def services() -> dict[str, Any]:
     (compose,) = fetch(["docker-compose"])
     environment = {"PATH": "/usr/bin:/bin", "HOME": "/nonexistent"}
-    command = [compose, "-f", FOLDER / "compose.yaml", "config", "--format", "json"]
+    command: list[str | Path] = [compose, "-f", FOLDER / "compose.yaml", "config", "--format", "json"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)["services"]
@@ -64,7 +64,7 @@ def test_settings_come_from_the_environment() -> None:
         "BIND": "0.0.0.0",
         "VLLM_VERSION": "v1",
     }
-    command = [compose, "-f", FOLDER / "compose.yaml", "config"]
+    command: list[str | Path] = [compose, "-f", FOLDER / "compose.yaml", "config"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=True)
     found = yaml.safe_load(done.stdout)["services"]
     assert found["engine"]["command"][0] == found["render"]["command"][0] == "m/x"

@@ -6,8 +6,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from control_plane.admission import InjectorSettings
-from control_plane.inject import inject_stream, uninject_stream
+from control_plane.injector.manifests import inject_stream, uninject_stream
+from control_plane.injector.settings import InjectorSettings
 from control_plane.policy import Policies
 from tests.golden.examples import EXAMPLE
 

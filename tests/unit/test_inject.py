@@ -2,6 +2,7 @@
 
 import json
 import textwrap
+from typing import Any
 
 import kubernetes_validate
 import pytest
@@ -9,9 +10,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from control_plane.admission import InjectorSettings
 from control_plane.errors import BadInput
-from control_plane.inject import TEMPLATES, inject_stream, uninject_stream
+from control_plane.injector.manifests import TEMPLATES, inject_stream, uninject_stream
+from control_plane.injector.settings import InjectorSettings
 from control_plane.policy import Policies
 
 SETTINGS = InjectorSettings(kubernetes_version="1.35")
@@ -111,14 +112,14 @@ def injected(text: str, settings: InjectorSettings = SETTINGS) -> str:
     return inject_stream(text, Policies(), settings)[0]
 
 
-def pod_spec() -> dict:
+def pod_spec() -> dict[str, Any]:
     ports = [{"name": "http", "containerPort": 8000}]
     return {"containers": [{"name": "vllm", "image": "x/y", "command": ["vllm", "serve", "tiny"], "ports": ports}]}
 
 
-def of_kind(kind: str, template: dict) -> dict:
+def of_kind(kind: str, template: dict[str, Any]) -> dict[str, Any]:
     """An object of the kind that holds this template at all its places."""
-    tree: dict = {"kind": kind, "metadata": {"name": "it"}}
+    tree: dict[str, Any] = {"kind": kind, "metadata": {"name": "it"}}
     for path in TEMPLATES[kind]:
         at = tree
         for key in path[:-1]:
@@ -138,7 +139,7 @@ def sidecars(tree: object) -> int:
 
 
 @pytest.mark.parametrize("text", [DEPLOYMENT, INDENTED], ids=["flush lists", "indented lists"])
-def test_a_manifest_gets_a_sidecar_and_comes_back_byte_for_byte(text):
+def test_a_manifest_gets_a_sidecar_and_comes_back_byte_for_byte(text: str) -> None:
     with_sidecar = injected(text)
     document = yaml.safe_load(with_sidecar)
     assert sidecars(document) == 1
@@ -146,7 +147,7 @@ def test_a_manifest_gets_a_sidecar_and_comes_back_byte_for_byte(text):
     assert uninject_stream(with_sidecar) == (text, [])
 
 
-def test_what_stood_in_the_manifest_still_stands_there():
+def test_all_that_need_not_change_keeps_its_layout() -> None:
     lines = injected(DEPLOYMENT).splitlines()
     moved = {
         "          name: http",
@@ -160,32 +161,32 @@ def test_what_stood_in_the_manifest_still_stands_there():
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
-def test_every_kind_with_a_pod_template(kind):
+def test_every_kind_with_a_pod_template_is_injected_and_restored(kind: str) -> None:
     text = yaml.safe_dump(of_kind(kind, {"spec": pod_spec()}), sort_keys=False)
     with_sidecar = injected(text)
     assert sidecars(yaml.safe_load(with_sidecar)) == len(TEMPLATES[kind])
     assert uninject_stream(with_sidecar)[0] == text
 
 
-def test_a_leader_gets_one_and_its_workers_do_not():
+def test_a_leader_is_injected_and_its_workers_are_not() -> None:
     group = of_kind("LeaderWorkerSet", {"spec": pod_spec()})
     worker = group["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"][0]
     worker["command"] = ["sh", "-c", "ray start --address=$LWS_LEADER_ADDRESS:6379 --block"]
     out, notes = inject_stream(yaml.safe_dump(group), Policies(), SETTINGS)
     assert sidecars(yaml.safe_load(out)["spec"]["leaderWorkerTemplate"]["leaderTemplate"]) == 1
     assert sidecars(yaml.safe_load(out)) == 1
-    assert "LeaderWorkerSet/it workerTemplate: passed as it is: no container runs vLLM" in notes
+    assert "LeaderWorkerSet/it workerTemplate: not injected (NoVllmContainer): no container runs vLLM." in notes
 
 
 @pytest.mark.parametrize("kind", ["List", "DeploymentList"])
-def test_a_list_is_looked_into(kind):
+def test_the_items_of_a_list_are_injected(kind: str) -> None:
     items = [of_kind("Deployment", {"spec": pod_spec()}), {"kind": "ConfigMap", "data": {"x": "y"}}]
     text = yaml.safe_dump({"apiVersion": "v1", "kind": kind, "items": items})
     assert sidecars(yaml.safe_load(injected(text))) == 1
     assert uninject_stream(injected(text))[0] == text
 
 
-def test_documents_without_vllm_pass_byte_for_byte():
+def test_documents_without_vllm_pass_byte_for_byte() -> None:
     redis = DEPLOYMENT.replace("vllm/vllm-openai:v0.33.0", "redis:8").replace("'vllm', \"serve\", tiny", "redis-server")
     text = f"# first\n---\n{SERVICE}---  # templated\n{TEMPLATED}---\n{redis}---\n{DEPLOYMENT}---\n\n...\n"
     out, notes = inject_stream(text, Policies(), SETTINGS)
@@ -194,7 +195,7 @@ def test_documents_without_vllm_pass_byte_for_byte():
     assert SERVICE in out and TEMPLATED in out and redis in out
     assert after == "\n\n...\n"
     assert sum(sidecars(document) for document in yaml.safe_load_all(out.replace(TEMPLATED, ""))) == 1
-    assert "Deployment/engine: passed as it is: no container runs vLLM" in notes
+    assert "Deployment/engine: not injected (NoVllmContainer): no container runs vLLM." in notes
     assert uninject_stream(out)[0] == text
 
 
@@ -219,7 +220,7 @@ def test_documents_without_vllm_pass_byte_for_byte():
         "  containers:\n  - name: vllm\n    command: [vllm, serve]\n    lifecycle: {}\n",
     ],
 )  # fmt: skip
-def test_odd_layouts_come_back_byte_for_byte(text):
+def test_odd_layouts_come_back_byte_for_byte(text: str) -> None:
     with_sidecar = injected(text)
     body = with_sidecar.replace("%YAML 1.1\n", "").lstrip("\ufeff")
     assert sum(map(sidecars, yaml.safe_load_all(body))) == 1
@@ -228,34 +229,67 @@ def test_odd_layouts_come_back_byte_for_byte(text):
 
 @pytest.mark.parametrize("indent", [None, 2, 4, "\t", 3])
 @pytest.mark.parametrize("end", ["", "\n", "\n\n"])
-def test_json_stays_json_and_comes_back_byte_for_byte(indent, end):
+def test_json_stays_json_and_comes_back_byte_for_byte(indent: Any, end: str) -> None:
     text = json.dumps(of_kind("Deployment", {"spec": pod_spec()}), indent=indent) + end
     with_sidecar = injected(text)
     assert sidecars(json.loads(with_sidecar)) == 1
     assert uninject_stream(with_sidecar)[0] == text
 
 
-def test_injecting_twice_is_injecting_once():
+def test_injecting_twice_changes_nothing() -> None:
     once = injected(DEPLOYMENT)
     out, notes = inject_stream(once, Policies(), SETTINGS)
     assert out == once
-    assert notes == ["Deployment/engine: passed as it is: the sidecar is there already"]
+    assert notes == ["Deployment/engine: not injected (AlreadyInjected): the pod has the sidecar already."]
 
 
-def test_edits_made_since_are_kept():
+def test_a_list_of_which_one_item_has_the_sidecar_gets_the_other_one() -> None:
+    first, second = (of_kind("Deployment", {"spec": pod_spec()}) for _ in range(2))
+    second["metadata"]["name"] = "second"
+    once = injected(yaml.safe_dump({"kind": "List", "items": [first]}, sort_keys=False))
+    alone = yaml.safe_load(once)["items"][0]
+    out = injected(once + yaml.safe_dump([second]))
+    one, two = yaml.safe_load(out)["items"]
+    assert one == alone
+    assert two["spec"]["template"]["spec"] == alone["spec"]["template"]["spec"]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        '[--config-yaml, "{\\"node\\": {}}"]',
+        "[--config-yaml, '{\"node\":{}}']",
+        "[--config-yaml, plain]",
+        "\n    - --config-yaml\n    - |\n      node: {}\n      admin: {}",
+        '\n    - --config-yaml\n    - "{\\"node\\":{\\"id\\":\\"x\\"}}"',
+    ],
+)
+def test_the_envoy_of_another_container_keeps_its_layout(args: str) -> None:
+    text = (
+        "kind: Pod\nspec:\n  containers:\n  - name: vllm\n    command: [vllm, serve]\n"
+        f"  - name: proxy\n    image: envoy\n    args: {args}\n".replace("args: \n", "args:\n")
+    )
+    with_sidecar = injected(text)
+    assert args.lstrip() in with_sidecar
+    assert "vllm-priority.io/original" not in with_sidecar
+    assert yaml.safe_load(with_sidecar)["spec"]["containers"][1] == yaml.safe_load(text)["spec"]["containers"][1]
+    assert uninject_stream(with_sidecar)[0] == text
+
+
+def test_edits_since_the_injection_are_kept() -> None:
     edited = injected(DEPLOYMENT).replace("replicas: 2", "replicas: 7").replace("v0.33.0", "v0.34.0")
     back = uninject_stream(edited)[0]
     assert back == DEPLOYMENT.replace("replicas: 2", "replicas: 7").replace("v0.33.0", "v0.34.0")
 
 
-def test_edits_are_kept_where_the_original_had_to_travel_too():
+def test_edits_are_kept_if_the_original_travels_along() -> None:
     text = "kind:   Pod\nspec:\n    containers:\n     - {name:  vllm,   image: a, command: [vllm, serve]}\n"
     back, notes = uninject_stream(injected(text).replace("image: a", "image: b"))
     assert yaml.safe_load(back) == yaml.safe_load(text.replace("image: a", "image: b"))
     assert "the edits are kept" in notes[0]
 
 
-def test_a_container_added_after_the_sidecar_stays():
+def test_a_container_added_after_the_sidecar_stays() -> None:
     document = yaml.safe_load(injected(DEPLOYMENT, InjectorSettings()))
     document["spec"]["template"]["spec"]["containers"].append({"name": "late", "image": "x"})
     back = yaml.safe_load(uninject_stream(yaml.safe_dump(document))[0])
@@ -264,7 +298,7 @@ def test_a_container_added_after_the_sidecar_stays():
     assert back == expected
 
 
-def test_what_kubectl_gets_back_from_a_cluster_can_be_taken_out_too():
+def test_the_sidecar_can_be_taken_out_of_what_kubectl_returns() -> None:
     """Keys sorted, defaults added, no layout left."""
     document = yaml.safe_load(injected(DEPLOYMENT))
     document["status"] = {"replicas": 2}
@@ -277,7 +311,7 @@ def test_what_kubectl_gets_back_from_a_cluster_can_be_taken_out_too():
 
 @pytest.mark.parametrize("mode", ["takeover", "redirect", "port"])
 @pytest.mark.parametrize("native", ["true", "false"])
-def test_every_mode_can_be_taken_out(mode, native):
+def test_the_sidecar_can_be_taken_out_in_every_mode(mode: str, native: str) -> None:
     asked = {"vllm-priority.io/mode": mode, "vllm-priority.io/native": native}
     template = {"metadata": {"annotations": asked}, "spec": pod_spec()}
     text = yaml.safe_dump(of_kind("DaemonSet", template), sort_keys=False)
@@ -285,7 +319,7 @@ def test_every_mode_can_be_taken_out(mode, native):
     assert uninject_stream(injected(text))[0] == text
 
 
-def test_the_label_false_keeps_it_out_and_true_asks_where_nothing_looks_like_vllm():
+def test_the_label_declines_the_sidecar_and_asks_for_it() -> None:
     text = DEPLOYMENT.replace("labels: {app: engine}", 'labels: {vllm-priority.io/inject: "false"}')
     assert injected(text) == text
     other = DEPLOYMENT.replace("vllm/vllm-openai:v0.33.0", "corp/llm").replace("'vllm', \"serve\", tiny", "/start.sh")
@@ -293,7 +327,7 @@ def test_the_label_false_keeps_it_out_and_true_asks_where_nothing_looks_like_vll
     assert injected(other.replace("labels: {app: engine}", 'labels: {vllm-priority.io/inject: "true"}')) != other
 
 
-def test_a_warning_names_the_object():
+def test_a_warning_names_the_object() -> None:
     notes = inject_stream(DEPLOYMENT, Policies(), SETTINGS)[1]
     assert any(note.startswith("Deployment/engine: only what targets the port name 'http'") for note in notes)
 
@@ -301,18 +335,18 @@ def test_a_warning_names_the_object():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: b\n---\nkind: Pod\nspec: [\n", "line 5: not YAML"),
-        ("kind: Pod\nspec:\n  a: 1\n  a: 2\n", "line 4: not YAML"),
+        ("a: b\n---\nkind: Pod\nspec: [\n", "line 5: malformed YAML"),
+        ("kind: Pod\nspec:\n  a: 1\n  a: 2\n", "line 4: malformed YAML"),
         ("kind: Pod\nspec: {}\n", "Pod/?: pod: spec.containers"),
         (DEPLOYMENT.replace("      labels: {", "      annotations: {vllm-priority.io/role: boss}\n      labels: {"),
-         "Deployment/engine: not injected: annotation vllm-priority.io/role: 'boss' is not allowed"),
+         "Deployment/engine: not injected (InvalidAnnotation): annotation vllm-priority.io/role: 'boss' must be"),
         ("kind: Pod\nspec: &s\n  containers: [*s]\n", "Pod/?"),
         ("kind: Pod\nx: &p {httpGet: {port: http}}\nspec:\n  containers:\n  - {name: a, image: i, livenessProbe: *p}\n"
          "  - {name: v, command: [vllm, serve], ports: [{name: http, containerPort: 1}], livenessProbe: *p}\n",
-         "shares an anchor"),
+         "shares a YAML anchor"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_said_in_one_line_with_its_place(text, said):
+def test_an_error_is_one_line_that_says_where_it_is(text: str, said: str) -> None:
     text = text.replace("    spec: [", "spec: [")
     with pytest.raises(BadInput) as caught:
         inject_stream(textwrap.dedent(text), Policies(), SETTINGS)
@@ -320,13 +354,13 @@ def test_what_is_wrong_is_said_in_one_line_with_its_place(text, said):
     assert "\n" not in str(caught.value)
 
 
-def test_a_note_of_the_injectors_that_was_edited_is_bad_input():
+def test_an_edited_record_is_bad_input() -> None:
     with pytest.raises(BadInput, match="injected was edited"):
         uninject_stream("kind: Pod\nmetadata: {annotations: {vllm-priority.io/injected: x}}\nspec: {containers: []}\n")
 
 
 @given(st.text(alphabet="---\n: kindPodspec{}[]\"'#&*|>\t\r\ufeff", max_size=60))
-def test_any_text_passes_or_is_bad_input(text):
+def test_any_text_passes_through_or_is_bad_input(text: str) -> None:
     for change in (lambda t: inject_stream(t, Policies(), SETTINGS), uninject_stream):
         try:
             assert change(text)[0] == text

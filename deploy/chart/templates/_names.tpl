@@ -84,7 +84,7 @@ seccompProfile:
 - --native={{ .native }}
 - --drain-seconds={{ .drainSeconds }}
 - {{ printf "--sidecar-listen-host=%s" .listenHost | quote }}
-- --uninjectable={{ .uninjectable }}
+- --on-injection-failure={{ .onInjectionFailure }}
 {{- end }}
 {{- if .Values.readServices }}
 - --read-services

@@ -1,0 +1,198 @@
+"""The admission webhook's logic: an AdmissionReview -> its response, and a pod -> the pod with a sidecar. Pure.
+
+`mutate` works out the pod as it should be, and the patch is the difference of the two as data, so the webhook and
+`vllm-priority inject` cannot disagree.
+"""
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import orjson
+
+from control_plane.errors import BadInput
+from control_plane.injector.annotations import INJECT_LABEL
+from control_plane.injector.json_patch import Operation, json_patch
+from control_plane.injector.plan import CONTAINER, make_plan
+from control_plane.injector.pod import Name, Partial, Pod, ascii_line, read
+from control_plane.injector.pod_patch import with_sidecar
+from control_plane.injector.reasons import NotInjectedError, Reason, WarningCode, Warnings, not_injected, warn
+from control_plane.injector.settings import InjectorSettings
+from control_plane.injector.traffic import Services
+from control_plane.policy import Policies
+
+_EXPECTED = "Send an AdmissionReview of admission.k8s.io/v1 in JSON."
+
+
+class _Kind(Partial):
+    kind: str
+
+
+class _Request(Partial):
+    uid: Name
+    operation: str
+    kind: _Kind
+    namespace: str = ""
+    subResource: str | None = None  # noqa: N815 (Kubernetes' name)
+    object: Any = None
+
+
+class _Review(Partial):
+    apiVersion: Literal["admission.k8s.io/v1"]  # noqa: N815
+    kind: Literal["AdmissionReview"]
+    request: _Request
+
+
+@dataclass(frozen=True)
+class NewPod:
+    """A pod that is about to be created: typed, and as it was sent."""
+
+    typed: Pod
+    manifest: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class AdmissionRequest:
+    """An AdmissionReview's request.
+
+    namespace: of the object, empty where it has none; a new pod's own metadata may still lack it. pod: None unless the
+    request is for the creation of a pod.
+    """
+
+    uid: str
+    namespace: str
+    pod: NewPod | None
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """The pod as it should be, and how to get there.
+
+    pod: the pod with the sidecar, or the unchanged pod. reason: why the pod was not injected, None where it was.
+    detail: the same as a sentence, with the reason's code. rejected: the pod must not be created. warnings: for whoever
+    creates the pod.
+    """
+
+    pod: Mapping[str, Any]
+    patch: list[Operation] = field(default_factory=list)
+    reason: Reason | None = None
+    detail: str = ""
+    rejected: bool = False
+    warnings: Warnings = ()
+
+    @property
+    def messages(self) -> list[str]:
+        """The warnings' messages."""
+        return [warning.message for warning in self.warnings]
+
+
+def decode_review(body: bytes) -> AdmissionRequest:
+    """Decode the body of a webhook call.
+
+    Raises:
+        BadInput: it is not an AdmissionReview of admission.k8s.io/v1 in JSON, or its pod is not one.
+    """
+    try:
+        data = json.loads(body)
+    except RecursionError:
+        raise BadInput(f"admission review: nested too deeply. {_EXPECTED}") from None
+    except ValueError as error:  # Includes UnicodeDecodeError, and an integer of too many digits.
+        reason = " ".join(str(error).split())[:200]
+        raise BadInput(f"admission review: malformed JSON: {reason}. {_EXPECTED}") from None
+    return read_review(data)
+
+
+def read_review(data: object) -> AdmissionRequest:
+    """Return the typed form of an AdmissionReview that was parsed as JSON. BadInput: see `decode_review`."""
+    request = read(_Review, data, "AdmissionReview").request
+    pod = None
+    if request.operation == "CREATE" and request.kind.kind == "Pod" and not request.subResource:
+        pod = NewPod(read(Pod, request.object, "pod"), request.object)
+    return AdmissionRequest(request.uid, request.namespace, pod)
+
+
+def review(
+    request: AdmissionRequest, policies: Policies, settings: InjectorSettings, services: Services | None = None
+) -> dict[str, Any]:
+    """Return the AdmissionReview that answers a request. It has no side effects, so a dry run needs no special care.
+
+    Args:
+        services: the Services of the pod's namespace. None: the control plane may not read them.
+    """
+    response: dict[str, Any] = {"uid": request.uid, "allowed": True}
+    if request.pod:
+        mutation = _reviewed(request.pod, request.namespace, policies, settings, services)
+        if mutation.rejected:
+            response["allowed"] = False
+            response["status"] = {"code": 400, "reason": "BadRequest", "message": ascii_line(mutation.detail)}
+        if mutation.patch:
+            response["patchType"] = "JSONPatch"
+            response["patch"] = base64.b64encode(encode_json(mutation.patch)).decode()
+        if mutation.warnings:
+            response["warnings"] = [ascii_line(message) for message in mutation.messages]
+    return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response}
+
+
+def encode_json(value: object) -> bytes:
+    """Return `value` as compact JSON.
+
+    A review takes most of its time to write long texts, and orjson does that fastest. What it rejects (lone surrogates,
+    integers beyond 64 bits, deep nesting) the json module writes, in ASCII.
+    """
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        return json.dumps(value, separators=(",", ":")).encode()
+
+
+def mutate(
+    pod: Mapping[str, Any], policies: Policies, settings: InjectorSettings, services: Services | None = None
+) -> Mutation:
+    """Return `pod`, or a pod template, with the sidecar. `pod` itself does not change.
+
+    A pod that has the sidecar already is left alone, because Kubernetes may call a webhook again.
+
+    Raises:
+        BadInput: it is not a pod.
+    """
+    return _mutated(NewPod(read(Pod, pod, "pod"), pod), policies, settings, services)
+
+
+def _reviewed(
+    pod: NewPod, namespace: str, policies: Policies, settings: InjectorSettings, services: Services | None
+) -> Mutation:
+    if pod.typed.labels.get(INJECT_LABEL) != "true":
+        return _left_alone(pod, Reason.NOT_REQUESTED, f"the label {INJECT_LABEL} is not 'true'.")
+    # The webhook's selector excludes these, too. A selector that somebody edited must not lock up a cluster.
+    if settings.excludes(namespace):
+        return _failed(pod, Reason.NAMESPACE_EXCLUDED, f"the namespace is {namespace}.", settings)
+    return _mutated(pod, policies, settings, services)
+
+
+def _mutated(pod: NewPod, policies: Policies, settings: InjectorSettings, services: Services | None) -> Mutation:
+    typed = pod.typed
+    if typed.labels.get(INJECT_LABEL) == "false":
+        return _left_alone(pod, Reason.OPTED_OUT, f"the label {INJECT_LABEL} is 'false'.")
+    if any(container.name == CONTAINER for container in typed.spec.all_containers):
+        return _left_alone(pod, Reason.ALREADY_INJECTED, "the pod has the sidecar already.")
+    try:
+        plan, warnings = make_plan(typed, policies, settings, services)
+    except NotInjectedError as error:
+        return _failed(pod, error.reason, error.detail, settings)
+    changed = with_sidecar(pod.manifest, typed, plan)
+    return Mutation(changed, json_patch(pod.manifest, changed), warnings=warnings)
+
+
+def _left_alone(pod: NewPod, reason: Reason, detail: str) -> Mutation:
+    """The pod does not ask for a sidecar, or has one."""
+    return Mutation(pod.manifest, reason=reason, detail=not_injected(reason, detail))
+
+
+def _failed(pod: NewPod, reason: Reason, detail: str, settings: InjectorSettings) -> Mutation:
+    """The pod asks for a sidecar and cannot have one."""
+    text = not_injected(reason, detail)
+    if reason.user_error and settings.on_injection_failure == "fail":
+        return Mutation(pod.manifest, reason=reason, detail=text, rejected=True)
+    return Mutation(pod.manifest, reason=reason, detail=text, warnings=warn(WarningCode.NOT_INJECTED, text))

@@ -1,0 +1,57 @@
+"""The sidecar's whole Envoy configuration, as one argument of its container: no ConfigMap has to be kept in step."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import orjson
+
+from control_plane.injector.reasons import NotInjectedError, Reason
+from control_plane.policy import Policy
+from control_plane.render import Placement, bootstrap
+
+MAX_ARGUMENT_BYTES = 128 * 1024 - 1
+"""Linux accepts no longer argument: MAX_ARG_STRLEN is 32 pages, with the final NUL (execve(2))."""
+
+
+def container_argument(policy: Policy, placement: Placement, labels: Mapping[str, str]) -> str:
+    """Return the bootstrap as JSON, escaped for a container's arguments.
+
+    Raises:
+        NotInjectedError: it does not fit into one argument.
+    """
+    # Pods differ in their labels, which are part of the node: all else is rendered once, and memoized.
+    node, others = _rendered(_Source(policy.as_json + repr(placement), policy, placement))
+    node = {**node, "metadata": {**node["metadata"], "labels": dict(labels)}}
+    argument = verbatim(orjson.dumps({"node": node, **others}).decode())
+    size = len(argument.encode())
+    if size > MAX_ARGUMENT_BYTES:
+        raise NotInjectedError(
+            Reason.CONFIGURATION_TOO_LARGE,
+            f"the sidecar's configuration has {size} bytes, and at most {MAX_ARGUMENT_BYTES} are possible."
+            " Use fewer labels, or fewer routes or classes in the policy.",
+        )
+    return argument
+
+
+def verbatim(text: str) -> str:
+    """Return `text` as a container's argument: there Kubernetes replaces $(NAME), and $$ stands for $."""
+    return text.replace("$", "$$")
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a configuration is made of. Policies contain mappings, which cannot be hashed, so `key` stands for all."""
+
+    key: str
+    policy: Policy = field(compare=False)
+    placement: Placement = field(compare=False)
+
+
+@lru_cache(maxsize=128)
+def _rendered(source: _Source) -> tuple[Mapping[str, Any], Mapping[str, orjson.Fragment]]:
+    """The bootstrap's node, and its other keys with their values as JSON."""
+    config = bootstrap(source.policy, source.placement)
+    node = config.pop("node")
+    return node, {key: orjson.Fragment(orjson.dumps(value)) for key, value in config.items()}

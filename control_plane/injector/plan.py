@@ -1,0 +1,216 @@
+"""Decides everything about one pod's sidecar, or why the pod is not injected. Pure: nothing is changed here."""
+
+from dataclasses import dataclass
+
+from control_plane.injector.annotations import LISTEN_PORT, MODE, NATIVE, POLICY, InjectionRequest, Mode
+from control_plane.injector.envoy_config import container_argument
+from control_plane.injector.pod import Pod, Spec
+from control_plane.injector.reasons import NotInjectedError, Reason, WarningCode, Warnings, warn
+from control_plane.injector.resources import Quantity, ResourceRequirements, guaranteed
+from control_plane.injector.server import Server, find_server
+from control_plane.injector.settings import NATIVE_FROM, NATIVE_NAMES_FROM, SLEEP_FROM, InjectorSettings
+from control_plane.injector.traffic import Services, Traffic, direct_traffic, reachability_warnings
+from control_plane.policy import Policies, Role
+from control_plane.render import DEFAULT_ADMIN, DEFAULT_LISTEN, Address, Placement
+
+CONTAINER = "vllm-priority"
+"""The name of the sidecar's container."""
+REDIRECT_CONTAINER = "vllm-priority-redirect"
+"""The name of the init container that loads the nftables rules."""
+
+HEALTH_PORT = 19002
+"""The port of the sidecar's health listener, or the next free one."""
+DEFAULT_GRACE_SECONDS = 30
+"""Kubernetes' default for terminationGracePeriodSeconds."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that was decided about one pod.
+
+    server_index: of the vLLM container. upstream, listen, health: ports of vLLM and of the sidecar. port_name: of the
+    sidecar's port. taken_name: the port name that moves to the sidecar, None where none does. config: the Envoy
+    bootstrap as a container's argument. server_sleep_seconds, sidecar_sleep_seconds: preStop sleeps, 0 for none.
+    """
+
+    server_index: int
+    role: Role
+    mode: Mode
+    native: bool
+    upstream: int
+    listen: int
+    health: int
+    port_name: str
+    taken_name: str | None
+    config: str
+    image: str
+    redirect_image: str
+    uid: int | None
+    concurrency: int
+    resources: ResourceRequirements
+    server_sleep_seconds: int
+    sidecar_sleep_seconds: int
+
+
+def make_plan(
+    pod: Pod, policies: Policies, settings: InjectorSettings, services: Services | None = None
+) -> tuple[Plan, Warnings]:
+    """Return the plan for a pod's sidecar, and what its user should know.
+
+    Args:
+        services: the Services of the pod's namespace. None: they are not known.
+
+    Raises:
+        NotInjectedError: the pod cannot have a sidecar.
+    """
+    spec = pod.spec
+    if spec.hostNetwork:
+        raise NotInjectedError(Reason.HOST_NETWORK, "hostNetwork is true, so the pod's ports are those of the node.")
+    if spec.os and spec.os.name == "windows":
+        raise NotInjectedError(Reason.WINDOWS, "spec.os.name is windows, and the image of Envoy is for Linux.")
+    request = InjectionRequest.parse(pod.annotations)
+    server, server_warnings = find_server(spec.containers, request)
+    traffic, mode_warnings = direct_traffic(pod, request, server, settings, services)
+    native, native_warnings = _native(request, settings, traffic, spec)
+    ports, port_warnings = _ports(request, server, spec)
+    can_sleep = settings.version is None or settings.version >= SLEEP_FROM
+    grace_seconds = spec.terminationGracePeriodSeconds
+    grace_seconds = DEFAULT_GRACE_SECONDS if grace_seconds is None else grace_seconds
+    resources = _resources(request, settings, spec)
+    plan = Plan(
+        server_index=server.index,
+        role=server.role,
+        mode=traffic.mode,
+        native=native,
+        upstream=server.port,
+        listen=ports.listen,
+        health=ports.health,
+        port_name=traffic.port_name,
+        taken_name=traffic.taken_name,
+        config=_config(pod, policies, settings, request, server, ports, resources),
+        image=request.image or settings.image,
+        redirect_image=settings.redirect_image,
+        uid=settings.uid,
+        concurrency=settings.concurrency,
+        resources=resources,
+        server_sleep_seconds=settings.drain_seconds if can_sleep and 0 < settings.drain_seconds < grace_seconds else 0,
+        # Kubernetes stops a native sidecar after the other containers. It stops a plain one together with them, and
+        # Envoy exits at once, so a plain sidecar sleeps as long as vLLM may take: the grace period but its end.
+        sidecar_sleep_seconds=max(grace_seconds - 2, 0) if can_sleep and not native else 0,
+    )
+    sleep_warnings: Warnings = ()
+    if not can_sleep:
+        message = "this Kubernetes has no preStop sleep, which 1.30 has: requests may be lost when the pod stops."
+        sleep_warnings = warn(WarningCode.NO_SLEEP_HOOK, message)
+    reach_warnings = reachability_warnings(traffic, server, ports.listen)
+    return plan, (
+        *server_warnings, *mode_warnings, *native_warnings, *port_warnings, *sleep_warnings, *reach_warnings,
+    )  # fmt: skip
+
+
+def _native(
+    request: InjectionRequest, settings: InjectorSettings, traffic: Traffic, spec: Spec
+) -> tuple[bool, Warnings]:
+    """Whether the sidecar is a restartable init container."""
+    version = settings.version
+    warnings: Warnings = ()
+    native = settings.native if request.native is None else request.native
+    if native is None:
+        native = version is not None and version >= (NATIVE_NAMES_FROM if traffic.needs_port_names else NATIVE_FROM)
+    elif native and version is not None and version < NATIVE_FROM:
+        raise NotInjectedError(
+            Reason.NATIVE_UNSUPPORTED,
+            f"native sidecars need Kubernetes 1.29 or later, and this is {settings.kubernetes_version}.",
+        )
+    elif native and traffic.needs_port_names and version is not None and version < NATIVE_NAMES_FROM:
+        raise NotInjectedError(
+            Reason.NATIVE_UNSUPPORTED,
+            "a Service finds a native sidecar's port by name from Kubernetes 1.33 on, and this is"
+            f" {settings.kubernetes_version}. Set {NATIVE}: 'false', or {MODE}: redirect.",
+        )
+    elif native and traffic.needs_port_names and version is None:
+        message = "a Service finds a native sidecar's port by name only from Kubernetes 1.33 on."
+        warnings = warn(WarningCode.NATIVE_MAY_BE_UNSUPPORTED, message)
+    if not native and spec.restartPolicy in ("Never", "OnFailure"):
+        raise NotInjectedError(
+            Reason.WOULD_NOT_COMPLETE,
+            f"restartPolicy is {spec.restartPolicy}, and a plain sidecar would keep the pod from completing."
+            f" Set {NATIVE}: 'true'.",
+        )
+    return native, warnings
+
+
+@dataclass(frozen=True)
+class _Ports:
+    listen: int
+    health: int
+    admin: int
+
+
+def _ports(request: InjectionRequest, server: Server, spec: Spec) -> tuple[_Ports, Warnings]:
+    """Ports for the sidecar that nothing else in the pod uses, as far as the pod says."""
+    containers = spec.all_containers
+    used = {server.port} | {port.containerPort for container in containers for port in container.ports or ()}
+    used |= {container.port_option for container in containers if container.port_option}
+    default = DEFAULT_LISTEN[server.role].port
+    warnings: Warnings = ()
+    if request.listen_port is None:
+        listen = _free(default, used)
+        if listen != default:
+            message = f"port {default} is in use in this pod, so the sidecar listens on {listen}."
+            warnings = warn(WarningCode.LISTEN_PORT_MOVED, message)
+    elif request.listen_port in used:
+        raise NotInjectedError(
+            Reason.PORT_IN_USE,
+            f"annotation {LISTEN_PORT}: port {request.listen_port} is in use in this pod. Use a free port.",
+        )
+    else:
+        listen = request.listen_port
+    health = _free(HEALTH_PORT, used | {listen})
+    return _Ports(listen, health, _free(DEFAULT_ADMIN[server.role].port, used | {listen, health})), warnings
+
+
+def _free(wanted: int, used: set[int]) -> int:
+    return next(port for port in range(wanted, 65536) if port not in used)
+
+
+def _config(
+    pod: Pod,
+    policies: Policies,
+    settings: InjectorSettings,
+    request: InjectionRequest,
+    server: Server,
+    ports: _Ports,
+    resources: ResourceRequirements,
+) -> str:
+    policy = policies.choose(pod.labels, request.policy)
+    if policy is None:
+        raise NotInjectedError(
+            Reason.UNKNOWN_POLICY,
+            f"annotation {POLICY}: there is no policy {request.policy!r}."
+            f" It must be one of: {', '.join(policies.by_name)}.",
+        )
+    placement = Placement(
+        role=server.role,
+        listen=Address(settings.listen_host, ports.listen),
+        upstream=Address("127.0.0.1", server.port),
+        admin=Address("127.0.0.1", ports.admin),
+        health=Address(settings.listen_host, ports.health),
+        control_plane=settings.control_plane,
+        policy_name=request.policy,
+        memory_limit_bytes=_memory_limit(resources),
+    )
+    return container_argument(policy, placement, pod.labels)
+
+
+def _resources(request: InjectionRequest, settings: InjectorSettings, spec: Spec) -> ResourceRequirements:
+    if request.resources is not None:
+        return request.resources
+    return guaranteed(settings.resources) if spec.is_guaranteed else settings.resources
+
+
+def _memory_limit(resources: ResourceRequirements) -> int:
+    """What the sidecar's container may use, in bytes; the built-in limit where it has none."""
+    text = resources.get("limits", {}).get("memory")
+    limit = int(Quantity.parse(text).value) if text is not None else 0
+    return limit or Placement.memory_limit_bytes

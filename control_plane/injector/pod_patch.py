@@ -1,0 +1,180 @@
+"""A plan for a pod -> the pod with its sidecar. plan.py does the deciding."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from control_plane.injector.annotations import INJECTED, InjectionRecord
+from control_plane.injector.plan import CONTAINER, REDIRECT_CONTAINER, Plan
+from control_plane.injector.pod import Pod
+
+CONFIG_OPTION = "--config-yaml"
+"""Envoy's option whose value is the sidecar's whole configuration."""
+
+PORT_PATHS = (
+    *(
+        (probe, action)
+        for probe in ("livenessProbe", "readinessProbe", "startupProbe")
+        for action in ("httpGet", "tcpSocket")
+    ),
+    *(("lifecycle", hook, action) for hook in ("postStart", "preStop") for action in ("httpGet", "tcpSocket")),
+)
+"""Where a container may refer to a port by its name: the keys that lead to the mapping with `port`."""
+
+
+def with_sidecar(pod: Mapping[str, Any], typed: Pod, plan: Plan) -> dict[str, Any]:
+    """Return a copy of the pod with the sidecar. It shares with the original what did not change."""
+    metadata, spec = pod.get("metadata") or {}, pod["spec"]
+    containers, init = list(spec["containers"]), list(spec.get("initContainers") or ())
+    containers[plan.server_index], record = _changed_server(containers[plan.server_index], typed, plan)
+    if plan.mode == "redirect":
+        init.append(_redirect_container(plan))
+    if plan.native:
+        init.append({**_sidecar_container(plan), "restartPolicy": "Always"})
+    else:
+        containers.append(_sidecar_container(plan))
+    created = [
+        *(["metadata"] if pod.get("metadata") is None else []),
+        *(["annotations"] if metadata.get("annotations") is None else []),
+        *(["initContainers"] if init and spec.get("initContainers") is None else []),
+    ]
+    value = record.model_copy(update={"created": tuple(created)}).to_json()
+    return {
+        **pod,
+        "metadata": {**metadata, "annotations": {**(metadata.get("annotations") or {}), INJECTED: value}},
+        "spec": {**spec, "containers": containers, **({"initContainers": init} if init else {})},
+    }
+
+
+def _changed_server(server: Mapping[str, Any], typed: Pod, plan: Plan) -> tuple[dict[str, Any], InjectionRecord]:
+    """The vLLM container as it should be, and what was done to it."""
+    record: dict[str, Any] = {}
+    changed = dict(server)
+    if plan.taken_name:
+        renamed = _unused_port_name(typed, f"app-{plan.upstream}")
+        changed["ports"] = [
+            {**port, "name": renamed} if port.get("name") == plan.taken_name else port for port in server["ports"]
+        ]
+        named = [path for path in PORT_PATHS if (at := _reach(server, path)) and at.get("port") == plan.taken_name]
+        for path in named:
+            changed = _with_port(changed, path, plan.upstream)
+        numbered = tuple("/".join(path) for path in named)
+        record |= {"port_name": plan.taken_name, "port_renamed_to": renamed, "numbered": numbered}
+    lifecycle = changed.get("lifecycle")
+    has_no_hook = lifecycle is None or (isinstance(lifecycle, dict) and lifecycle.get("preStop") is None)
+    if plan.server_sleep_seconds and has_no_hook:
+        changed["lifecycle"] = {**(lifecycle or {}), "preStop": {"sleep": {"seconds": plan.server_sleep_seconds}}}
+        record["added_hook"] = "lifecycle" if lifecycle is None else "preStop"
+    return changed, InjectionRecord(
+        container=server["name"], role=plan.role, mode=plan.mode, upstream_port=plan.upstream, **record
+    )
+
+
+def _unused_port_name(pod: Pod, wanted: str) -> str:
+    names = {port.name for container in pod.spec.all_containers for port in container.ports or ()}
+    name, number = wanted, 0
+    while name in names:
+        name, number = f"{wanted}-{number}", number + 1
+    return name
+
+
+def _reach(at: Any, path: Sequence[str]) -> Mapping[str, Any] | None:
+    for key in path:
+        at = at.get(key) if isinstance(at, dict) else None
+    return at if isinstance(at, dict) else None
+
+
+def _with_port(at: Mapping[str, Any], path: Sequence[str], port: int) -> dict[str, Any]:
+    if not path:
+        return {**at, "port": port}
+    return {**at, path[0]: _with_port(at[path[0]], path[1:], port)}
+
+
+def _sidecar_container(plan: Plan) -> dict[str, Any]:
+    container: dict[str, Any] = {
+        "name": CONTAINER,
+        "image": plan.image,
+        "args": [
+            CONFIG_OPTION,
+            plan.config,
+            "--service-node",
+            "$(POD_NAMESPACE)/$(POD_NAME)",
+            "--concurrency",
+            str(plan.concurrency),
+            "--log-level",
+            "warning",
+            # It would warn at each poll that the control plane does not respond: the health check's log says so once.
+            "--component-log-level",
+            "config:error",
+            # Otherwise it would share memory and a socket with any other Envoy in the pod, for example Istio's.
+            "--disable-hot-restart",
+        ],
+        "env": [
+            {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": f"metadata.{key}"}}}
+            for name, key in (("POD_NAME", "name"), ("POD_NAMESPACE", "namespace"))
+        ],
+        "ports": [
+            {"name": plan.port_name, "containerPort": plan.listen, "protocol": "TCP"},
+            {"name": "priority-ready", "containerPort": plan.health, "protocol": "TCP"},
+        ],
+        # Ready only while vLLM's port accepts, too. Alive even if vLLM is not: it may load its model for minutes.
+        "readinessProbe": {
+            "httpGet": {"path": "/ready", "port": plan.health},
+            "periodSeconds": 5,
+            "timeoutSeconds": 3,
+            "failureThreshold": 3,
+        },
+        "livenessProbe": {
+            "tcpSocket": {"port": plan.health},
+            "initialDelaySeconds": 10,
+            "periodSeconds": 10,
+            "timeoutSeconds": 5,
+            "failureThreshold": 6,
+        },
+        "resources": {group: dict(amounts) for group, amounts in plan.resources.items()},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "runAsNonRoot": True,
+            "seccompProfile": {"type": "RuntimeDefault"},
+            "readOnlyRootFilesystem": True,
+            **({} if plan.uid is None else {"runAsUser": plan.uid, "runAsGroup": plan.uid}),
+        },
+    }
+    if plan.sidecar_sleep_seconds:
+        container["lifecycle"] = {"preStop": {"sleep": {"seconds": plan.sidecar_sleep_seconds}}}
+    return container
+
+
+def _redirect_container(plan: Plan) -> dict[str, Any]:
+    amounts = {"cpu": "10m", "memory": "32Mi"}
+    return {
+        "name": REDIRECT_CONTAINER,
+        "image": plan.redirect_image,
+        "command": ["nft", redirect_rules(plan.upstream, plan.listen, plan.uid or 0)],
+        "resources": {"requests": dict(amounts), "limits": dict(amounts)},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"], "add": ["NET_ADMIN"]},
+            "readOnlyRootFilesystem": True,
+            "runAsNonRoot": False,
+            "runAsUser": 0,
+            "runAsGroup": 0,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+    }
+
+
+def redirect_rules(upstream: int, listen: int, uid: int) -> str:
+    """Return the commands for nft that send what arrives for port `upstream` to port `listen`.
+
+    That is traffic from outside and from the pod's own containers, over IPv4 and IPv6 (Linux 5.2 or later), except for
+    what user `uid`, Envoy, sends. The commands can run again with the same outcome, because Kubernetes may run an init
+    container again.
+    """
+    return (
+        "add table inet vllm_priority; delete table inet vllm_priority; add table inet vllm_priority; "
+        "add chain inet vllm_priority prerouting { type nat hook prerouting priority -100 ; }; "
+        "add chain inet vllm_priority output { type nat hook output priority -100 ; }; "
+        f"add rule inet vllm_priority prerouting tcp dport {upstream} redirect to :{listen}; "
+        f"add rule inet vllm_priority output oifname lo tcp dport {upstream} meta skuid != {uid} redirect to :{listen}"
+    )

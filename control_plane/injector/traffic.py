@@ -1,0 +1,139 @@
+"""How traffic reaches the sidecar.
+
+takeover  the port name that the Service targets moves to the sidecar; probes and hooks of vLLM get the number
+redirect  nftables in the pod send what arrives for vLLM's port to the sidecar: for targets that are numbers
+port      nothing moves: the user points the Service at the sidecar's port
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from control_plane.injector.annotations import MODE, InjectionRequest, Mode
+from control_plane.injector.pod import Pod
+from control_plane.injector.reasons import NotInjectedError, Reason, WarningCode, Warnings, warn
+from control_plane.injector.server import Server
+from control_plane.injector.settings import InjectorSettings
+
+PORT_NAME = "vllm-priority"
+"""The name of the sidecar's port, unless it takes over the name of vLLM's."""
+
+Services = Iterable[Mapping[str, Any]]
+"""Services as Kubernetes' API lists them."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """How traffic reaches the sidecar of one pod.
+
+    taken_name: the port name that moves from vLLM to the sidecar, None where none does. numeric_services: the names of
+    the Services that are known to target vLLM's port by number, None where Services are not known.
+    """
+
+    mode: Mode
+    taken_name: str | None
+    numeric_services: Sequence[str] | None
+
+    @property
+    def port_name(self) -> str:
+        """The name of the sidecar's port."""
+        return self.taken_name or PORT_NAME
+
+    @property
+    def needs_port_names(self) -> bool:
+        """Whether a Service finds the sidecar's port by its name."""
+        return self.mode != "redirect"
+
+
+def direct_traffic(
+    pod: Pod, request: InjectionRequest, server: Server, settings: InjectorSettings, services: Services | None
+) -> tuple[Traffic, Warnings]:
+    """Return how traffic reaches the sidecar.
+
+    Args:
+        services: the Services of the pod's namespace. None: they are not known.
+
+    Raises:
+        NotInjectedError: the mode cannot work for this pod.
+    """
+    numeric = None if services is None else _numeric_services(services, pod.labels, server.port)
+    mode: Mode = request.mode or "takeover"
+    warnings: Warnings = ()
+    if request.mode is None and numeric and settings.numeric_services == "redirect":
+        mode = "redirect"
+        warnings = warn(
+            WarningCode.REDIRECT_CHOSEN,
+            f"{MODE} redirect is used, because {_targeting(numeric)} the number {server.port}.",
+        )
+    if mode == "redirect" and settings.uid is None:
+        raise NotInjectedError(
+            Reason.REDIRECT_UNAVAILABLE,
+            f"{MODE} redirect needs a fixed user id for the sidecar, and the injector is set up without one.",
+        )
+    taken_name = server.declared.name if server.declared and mode == "takeover" else None
+    if taken_name and (rival := _rival(pod, server, taken_name)):
+        raise NotInjectedError(
+            Reason.PORT_NAME_NOT_UNIQUE,
+            f"the port name {taken_name!r} is also that of container {rival!r}, so a Service would find that one."
+            f" Give vLLM's port a name of its own, or set {MODE}: redirect.",
+        )
+    return Traffic(mode, taken_name, numeric), warnings
+
+
+def reachability_warnings(traffic: Traffic, server: Server, listen_port: int) -> Warnings:
+    """Return what bypasses the sidecar, and what the user has to change so that traffic reaches it."""
+    numeric, port = traffic.numeric_services, server.port
+    known = f" At present {_targeting(numeric)} the number {port}." if numeric else ""
+    if traffic.mode == "redirect":
+        return warn(
+            WarningCode.REDIRECT_NEEDS_NET_ADMIN,
+            "redirect adds an init container with NET_ADMIN, which Pod Security baseline and restricted reject.",
+        )
+    if traffic.mode == "port":
+        message = f"nothing was moved. Set the Service's targetPort to {PORT_NAME!r} or {listen_port}.{known}"
+        return warn(WarningCode.NOT_REACHED, message)
+    warnings: Warnings = ()
+    if traffic.taken_name is None:
+        warnings = warn(
+            WarningCode.NOT_REACHED,
+            f"port {port} has no name to take over, so nothing reaches the sidecar yet."
+            f" Set the Service's targetPort to {PORT_NAME!r}, or set {MODE}: redirect.{known}",
+        )
+    elif numeric is None or numeric:
+        warnings = warn(
+            WarningCode.NUMERIC_TARGETS_BYPASS,
+            f"only what targets the port name {traffic.taken_name!r} reaches the sidecar. A Service or InferencePool"
+            f" that targets the number {port} bypasses it, unless you set {MODE}: redirect.{known}",
+        )
+    if server.declared and server.declared.hostPort:
+        warnings += warn(
+            WarningCode.HOST_PORT_BYPASSES,
+            f"what arrives at hostPort {server.declared.hostPort} bypasses the sidecar. Set {MODE}: redirect.",
+        )
+    return warnings
+
+
+def _numeric_services(services: Services, labels: Mapping[str, str], port: int) -> list[str]:
+    """The names of the Services that select the pod and target its port by number."""
+    found = []
+    for service in services:
+        spec = service.get("spec") or {}
+        selector = spec.get("selector") or {}
+        if not selector or any(labels.get(key) != value for key, value in selector.items()):
+            continue
+        # A Service's port without a targetPort targets its own number.
+        if port in [entry.get("targetPort") or entry.get("port") for entry in spec.get("ports") or ()]:
+            found.append(str((service.get("metadata") or {}).get("name")))
+    return found
+
+
+def _targeting(services: Sequence[str]) -> str:
+    return f"Service {services[0]} targets" if len(services) == 1 else f"Services {', '.join(services)} target"
+
+
+def _rival(pod: Pod, server: Server, name: str) -> str | None:
+    """Another container with a port of that name: a Service finds the first one in the pod."""
+    for container in pod.spec.all_containers:
+        if container is not server.container and any(port.name == name for port in container.tcp_ports):
+            return container.name
+    return None
