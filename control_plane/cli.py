@@ -59,7 +59,7 @@ OPTIONS: Mapping[str, str] = {
 
 
 def _option_of(field: str) -> str:
-    return OPTIONS.get(field, field)
+    return OPTIONS.get(field, "--" + field.replace("_", "-"))
 
 
 def _example(text: str) -> str:
@@ -719,52 +719,42 @@ def inject(path: str, uninject: bool, policy: str | None, **options: Any) -> Non
         "vllm-priority serve --policy policy.yaml --tls-cert tls.crt --tls-key tls.key"
     )
 )
-@_option("--policy", metavar="FILE", required=True, help="Policy in YAML; changes are taken up as they come.")
-@_option("--listen", metavar="HOST:PORT", default="0.0.0.0:8080", show_default=True, help="Plain HTTP.")
-@_option("--tls-listen", metavar="HOST:PORT", default="0.0.0.0:8443", show_default=True, help="The same over TLS.")
-@_option("--tls-cert", metavar="FILE", help="PEM; reloaded when it changes.")
-@_option("--tls-key", metavar="FILE", help="PEM.")
-@_option("--read-services", is_flag=True, help="Read the Services of a pod's namespace from Kubernetes.")
+@_option("--policy", metavar="FILE", required=True, help="Policy file in YAML. It is reloaded when it changes.")
+@_option("--listen", metavar="HOST:PORT", default="0.0.0.0:8080", show_default=True, help="Address for plain HTTP.")
+@_option("--tls-listen", metavar="HOST:PORT", help="Address for TLS. Default: 0.0.0.0:8443.")
+@_option("--tls-cert", metavar="FILE", help="TLS certificate in PEM. It is reloaded when it changes.")
+@_option("--tls-key", metavar="FILE", help="Key of the TLS certificate, in PEM.")
+@_option("--read-services", is_flag=True, help="Read the Services of a pod's namespace from the Kubernetes API.")
 @_option(
     "--numeric-services", type=click.Choice(["warn", "redirect"]), default="warn", show_default=True,
-    help="What to do if a Service targets vLLM's port by number, which bypasses the sidecar.",
+    help="What to do if a Service targets vLLM's port by number and thus bypasses the sidecar.",
 )  # fmt: skip
 @_option(
     "--on-injection-failure", type=click.Choice(["fail", "ignore"]), default="fail", show_default=True,
-    help="What to do with a pod that asks for a sidecar and cannot have one. fail: reject the pod; "
-    "ignore: let it start without a sidecar, with a warning.",
+    help="What to do with a labelled pod that cannot be injected.",
 )  # fmt: skip
-@_option("--own-namespace", metavar="NAME", help="Namespace of the control plane. Its pods are not injected.")
+@_option("--own-namespace", metavar="NAME", help="The control plane's namespace. Its pods are not injected.")
 @_injector_options
-@click.pass_context
 def serve(
-    context: click.Context,
-    /,
     policy: str,
     listen: str,
-    tls_listen: str,
+    tls_listen: str | None,
     tls_cert: str | None,
     tls_key: str | None,
     read_services: bool,
     **options: Any,
 ) -> None:
     """Serve the policy to running sidecars, and inject sidecars into pods."""
-    from control_plane.app import ServeSettings
-    from control_plane.server import serve as run_server
+    from control_plane.server.process import serve as run_server
+    from control_plane.server.settings import ServeSettings
 
-    if (tls_cert is None) != (tls_key is None):
-        raise BadInput("--tls-cert and --tls-key go together; allowed: both, or neither")
-    if tls_cert is None and context.get_parameter_source("tls_listen") is ParameterSource.COMMANDLINE:
-        raise BadInput("--tls-listen: nothing is served there; allowed: with --tls-cert and --tls-key")
-    if options["numeric_services"] == "redirect" and not read_services:
-        raise BadInput("--numeric-services: 'redirect' needs to know the Services. Use it with --read-services.")
     run_server(
         ServeSettings(
             policy=Path(policy),
             listen=Address.parse(listen, "--listen"),
-            tls_listen=Address.parse(tls_listen, "--tls-listen"),
+            tls_listen=Address.parse(tls_listen, "--tls-listen") if tls_listen is not None else None,
             tls_cert=Path(tls_cert) if tls_cert is not None else None,
-            tls_key=Path(tls_key) if tls_key else None,
+            tls_key=Path(tls_key) if tls_key is not None else None,
             injector=_injector(options),
             read_services=read_services,
         )

@@ -28,6 +28,17 @@ local MAX_DEPTH = 64
 local BYTE_ORDER_MARK, BEYOND = "\239\187\191", math.huge
 local QUOTE, BACKSLASH, COMMA, COLON_SIGN = 34, 92, 44, 58
 local OPEN_OBJECT, CLOSE_OBJECT, OPEN_LIST, CLOSE_LIST = 123, 125, 91, 93
+-- Below this distance, brackets are looked for byte by byte; above it by string.find, which is memchr.
+local NEAR = 16
+
+-- What a byte outside strings does to the nesting depth.
+local DEPTH_CHANGE = {}
+for code = 0, 255 do
+  DEPTH_CHANGE[code] = 0
+end
+DEPTH_CHANGE[OPEN_OBJECT], DEPTH_CHANGE[OPEN_LIST] = 1, 1
+DEPTH_CHANGE[CLOSE_OBJECT], DEPTH_CHANGE[CLOSE_LIST] = -1, -1
+
 local IS_SPACE = { [32] = true, [9] = true, [10] = true, [13] = true }
 
 -- A new scanner for the member `name`, which consists of ASCII letters and digits. With `in_list`, the objects of a
@@ -49,26 +60,30 @@ function json_scan.new(name, in_list)
   }
 end
 
+-- Whether the byte at position i follows an odd number of backslashes, none of them before `first`.
+local function is_escaped(s, i, first)
+  -- JIT: one backslash is usual, so the loop is entered only for two: an inner loop ends the trace around it.
+  if i - 2 < first or byte(s, i - 2) ~= BACKSLASH then
+    return i - 1 >= first and byte(s, i - 1) == BACKSLASH
+  end
+  local k = i - 1
+  while k >= first and byte(s, k) == BACKSLASH do
+    k = k - 1
+  end
+  return (i - k) % 2 == 0
+end
+
 -- Returns the position of the quote that ends a string, searching from position i, or nil where the piece ends first.
 -- Only a quote can end a string, so backslashes are counted only before one, and at the end of the piece.
 local function string_end(scanner, s, i)
   local first = scanner.escaped and i + 1 or i
-  local quote = first - 1
-  repeat
+  local quote = find(s, '"', first, true)
+  -- JIT: most strings have no backslash before the quote, and then this loop is not entered.
+  while quote and quote > first and byte(s, quote - 1) == BACKSLASH and is_escaped(s, quote, first) do
     quote = find(s, '"', quote + 1, true)
-    local k = quote or #s + 1
-    -- JIT: most strings have no backslash before the quote, and then this loop is not entered.
-    while k > first and byte(s, k - 1) == BACKSLASH do
-      k = k - 1
-    end
-    local is_escaped = ((quote or #s + 1) - k) % 2 == 1
-    if not quote then
-      -- A piece that ends before the escaped byte came leaves it escaped.
-      scanner.escaped = is_escaped or first > #s + 1
-      return nil
-    end
-  until not is_escaped
-  scanner.escaped = nil
+  end
+  -- A piece that ends before the escaped byte came leaves it escaped.
+  scanner.escaped = not quote and (first > #s + 1 or is_escaped(s, #s + 1, first)) or nil
   return quote
 end
 
@@ -96,34 +111,87 @@ local function depth_after(s, i, stop, depth, near)
   end
 end
 
+-- The same for a few bytes.
+-- JIT: the first four bytes are written out, because a loop in here would keep LuaJIT from compiling the caller's.
+local function depth_after_few(s, i, stop, depth)
+  local a, b, c, d = byte(s, i, i + 3)
+  depth = depth + DEPTH_CHANGE[a]
+  if depth == 0 then
+    return 0, i
+  elseif i + 1 >= stop then
+    return depth
+  end
+  depth = depth + DEPTH_CHANGE[b]
+  if depth == 0 then
+    return 0, i + 1
+  elseif i + 2 >= stop then
+    return depth
+  end
+  depth = depth + DEPTH_CHANGE[c]
+  if depth == 0 then
+    return 0, i + 2
+  elseif i + 3 >= stop then
+    return depth
+  end
+  depth = depth + DEPTH_CHANGE[d]
+  if depth == 0 then
+    return 0, i + 3
+  end
+  for k = i + 4, stop - 1 do
+    depth = depth + DEPTH_CHANGE[byte(s, k)]
+    if depth == 0 then
+      return 0, k
+    end
+  end
+  return depth
+end
+
 -- Returns the position of the bracket that ends the nested value, searching from position i, or nil where the piece
 -- ends first.
+-- JIT: one turn of the loop is one quote, and its usual ways have no loop and few branches: this is where the time of a
+-- large chat goes.
 local function nested_end(scanner, s, i)
-  local depth, in_string, near = scanner.depth, scanner.in_string, { 0, 0, 0, 0 }
-  -- JIT: one turn is one string and what precedes it. This is where the time of a large chat goes.
+  local depth, in_string, near = scanner.depth, scanner.in_string, nil
+  local first = i
+  if scanner.escaped and i <= #s then
+    first = i + 1
+    i = first
+    scanner.escaped = nil
+  end
   while true do
-    if not in_string then
-      local quote = find(s, '"', i, true)
-      local at
-      depth, at = depth_after(s, i, quote or #s + 1, depth, near)
+    local quote = find(s, '"', i, true)
+    if in_string then
+      if not quote then
+        scanner.depth, scanner.in_string = depth, true
+        scanner.escaped = scanner.escaped or is_escaped(s, #s + 1, first)
+        return nil
+      end
+      if byte(s, quote - 1) ~= BACKSLASH or quote == first or not is_escaped(s, quote, first) then
+        in_string = false
+      end
+    else
+      local stop = quote or #s + 1
+      local gap, at = stop - i, nil
+      if gap == 1 then
+        depth = depth + DEPTH_CHANGE[byte(s, i)]
+        at = depth == 0 and i or nil
+      elseif gap > NEAR then
+        near = near or { 0, 0, 0, 0 }
+        depth, at = depth_after(s, i, stop, depth, near)
+      elseif gap > 0 then
+        depth, at = depth_after_few(s, i, stop, depth)
+      end
       if at then
-        scanner.depth = nil
         return at
       end
       if not quote then
-        break
+        scanner.depth, scanner.in_string = depth, false
+        return nil
       end
-      i = quote + 1
-    end
-    local quote = string_end(scanner, s, i)
-    in_string = not quote
-    if in_string then
-      break
+      in_string = true
     end
     i = quote + 1
   end
-  scanner.depth, scanner.in_string = depth, in_string
-  return nil
 end
 
 -- Returns the position and code of the first byte from i on that is not white space; the code is nil at the end.

@@ -106,7 +106,7 @@ def with_filter(
             at = next(index for index, entry in enumerate(filters) if is_ours(entry))
             filters[at : at + 1] = copy.deepcopy(replacement)
             for route in manager["route_config"]["virtual_hosts"][0]["routes"]:
-                route.get("typed_per_filter_config", {}).pop("vllm_priority_behind", None)
+                route.get("typed_per_filter_config", {}).pop("vllm_priority_deferred", None)
                 if not answers:
                     route.pop("response_headers_to_add", None)
     if found != 1:

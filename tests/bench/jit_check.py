@@ -41,13 +41,13 @@ return function(pieces)
   for index = 1, #pieces do
     json_edit.feed(editor, pieces[index])
   end
-  return json_edit.result(editor)
+  return json_edit.finish(editor)
 end
 """
 """How a body is edited: the only lines here that know the editor's functions. They see each module as a local."""
 
 PIECE = 65536
-"""Bytes of a piece, as in lua/buffer.lua."""
+"""Bytes of a piece, as in lua/body.lua."""
 
 BODIES = ("29KB", "200KB", "170KB-short", "200KB-tools", "400KB", "1MB")
 CASES = ("insert", "replace-end")
@@ -59,10 +59,11 @@ EDITS = 300
 STATES = 5
 """Fresh Lua states for each body, and for all of them mixed."""
 
-SHARE, INSTRUCTIONS, CALLS = 0.02, 600, 60
+SHARE, INSTRUCTIONS, CALLS = 0.02, 4000, 200
 """The interpreter may execute this share of the instructions and calls that it executes alone, and this many more.
 
-The constants cover what surrounds the loops: an edit of any size begins and ends in the interpreter.
+The constants cover what surrounds the loops: the edit of each piece begins and ends in the interpreter, and the largest
+body has 16 pieces. A loop that is interpreted executes many times as much.
 """
 
 _COUNTER = r"""

@@ -74,8 +74,8 @@ class Run:
         """Ours, in a process of its own on the proxy's core; gives it and its port."""
         port = free_port()
         code = (
-            "from pathlib import Path, PosixPath\nfrom control_plane.server import serve\n"
-            "from control_plane.app import ServeSettings\nfrom control_plane.render import Address\n"
+            "from pathlib import Path, PosixPath\nfrom control_plane.server.process import serve\n"
+            "from control_plane.server.settings import ServeSettings\nfrom control_plane.render import Address\n"
             f"serve(ServeSettings(policy={self.policy!r}, listen=Address('127.0.0.1', {port}), **{settings!r}))"
         )
         with Process([sys.executable, "-c", code], self.folder / "control_plane.log", self.cores.proxy) as process:

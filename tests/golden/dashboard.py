@@ -1,13 +1,13 @@
-"""The Grafana dashboard: what the sidecars did, and whether each has the policy it should have."""
+"""The Grafana dashboard: the outcomes of requests, and the status of the sidecars and of the control plane."""
 
 import json
 from typing import Any
 
-from control_plane.fleet import STANDINGS
 from control_plane.render import FILTER_NAME, OUTCOMES
+from control_plane.server.fleet import CONFIG_STATUSES
 
 REFUSED = ("invalid", "out_of_range", "ambiguous", "invalid_path")
-"""Outcomes of a header that is no priority. What is done with one is the policy's on_invalid."""
+"""Outcomes of a header that is not a valid priority. The policy's on_invalid says what happens to the request."""
 LOST = (
     "unsupported_media_type",
     "unsupported_charset",
@@ -17,8 +17,9 @@ LOST = (
     "empty_body",
     "upstream_error",
     "too_large",
+    "overloaded",
 )
-"""Outcomes of a priority that the body cannot carry. What is done with it is the policy's on_unmovable."""
+"""Outcomes of a priority that the body cannot carry. The policy's on_unmovable says what happens to the request."""
 
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 _CONTROL_PLANE = "vllm_priority_control_plane"
@@ -26,21 +27,21 @@ _WHERE = 'namespace=~"$namespace"'
 
 
 def dashboard() -> str:
-    """The dashboard's JSON, for Grafana's import and for the chart's ConfigMap."""
+    """Return the dashboard as JSON, for Grafana's import and for the chart's ConfigMap."""
     panels = [
         _stat("Requests with a priority", _total(OUTCOMES, less=("absent",)), "reqps", 0, 0),
-        _stat("Headers that are not a valid priority", _share(REFUSED), "percentunit", 6, 0, warn_at=0.01),
-        _stat("Bodies that cannot carry a priority", _share(LOST), "percentunit", 12, 0, warn_at=0.01),
-        _stat("Sidecars not up to date", _sidecars('standing!="up_to_date"'), "short", 18, 0, warn_at=1),
+        _stat("Invalid priority headers", _share(REFUSED), "percentunit", 6, 0, warn_at=0.01),
+        _stat("Priorities that could not be moved", _share(LOST), "percentunit", 12, 0, warn_at=0.01),
+        _stat("Sidecars not in sync", _sidecars('status!="SYNCED"'), "short", 18, 0, warn_at=1),
         _series("Requests by outcome", [(_rate(outcome), outcome) for outcome in OUTCOMES], "reqps", 0, 4, 12),
         _series(
-            "Share of requests by what went wrong",
+            "Share of requests with a problem",
             [(_share((outcome,)), outcome) for outcome in (*REFUSED, *LOST)],
             "percentunit", 12, 4, 12,
         ),
         _series(
-            "Sidecars by standing",
-            [(_sidecars(f'standing="{standing}"'), standing) for standing in STANDINGS],
+            "Sidecars by status",
+            [(_sidecars(f'status="{status}"'), status) for status in CONFIG_STATUSES],
             "short", 0, 12, 12, stacked=True,
         ),
         _series(
@@ -71,17 +72,17 @@ def dashboard() -> str:
             "s", 8, 20, 8,
         ),
         _series(
-            "Control plane: is anything wrong",
+            "Control plane: problems",
             [
-                (f'max({_CONTROL_PLANE}_policy_broken{{{_WHERE}}})', "policy file refused"),
+                (f'max({_CONTROL_PLANE}_policy_broken{{{_WHERE}}})', "policy file not valid"),
                 (
                     f"sum(increase({_CONTROL_PLANE}_policy_reloads_total"
-                    f'{{{_WHERE},result="refused"}}[$__rate_interval]))',
-                    "refused reloads",
+                    f'{{{_WHERE},result="rejected"}}[$__rate_interval]))',
+                    "rejected reloads",
                 ),
                 (
                     f'min({_CONTROL_PLANE}_certificate_expiry_timestamp_seconds{{{_WHERE}}} - time()) / 86400',
-                    "days left of the certificate",
+                    "days until the certificate expires",
                 ),
             ],
             "short", 16, 20, 8,
@@ -127,7 +128,7 @@ def dashboard() -> str:
 
 
 def _rate(outcome: str) -> str:
-    """Per second. Envoy before 1.38 counts an outcome as a call to a cluster that has no endpoints."""
+    """Requests per second. Before 1.38, Envoy counts an outcome as a call to a cluster without endpoints."""
     stat = f"envoy_http_lua_{FILTER_NAME}_{outcome}{{{_WHERE}}}"
     older = f'envoy_cluster_upstream_cx_none_healthy{{envoy_cluster_name="{FILTER_NAME}_{outcome}",{_WHERE}}}'
     return f"((sum(rate({stat}[$__rate_interval])) or vector(0)) + (sum(rate({older}[$__rate_interval])) or vector(0)))"
@@ -138,12 +139,12 @@ def _total(outcomes: tuple[str, ...], less: tuple[str, ...] = ()) -> str:
 
 
 def _share(outcomes: tuple[str, ...]) -> str:
-    """0 to 1; no value while there are no requests."""
+    """From 0 to 1. There is no value while there are no requests."""
     return f"({_total(outcomes)}) / ({_total(OUTCOMES)} > 0)"
 
 
 def _sidecars(selector: str) -> str:
-    """Each replica knows those that poll it: one that moved to another is counted twice until the first forgets it."""
+    """Number of sidecars. One that moved to another replica is counted twice until the first replica forgets it."""
     return f"sum({_CONTROL_PLANE}_sidecars{{{_WHERE},{selector}}}) or vector(0)"
 
 

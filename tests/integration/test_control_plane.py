@@ -1,4 +1,4 @@
-"""The control plane as a process, and real Envoys that poll it: changes, refusals, and its bad days."""
+"""The control plane as a process, with real Envoys that poll it: policy changes, rejections, and failures."""
 
 import contextlib
 import http.client
@@ -21,8 +21,10 @@ import pytest
 import uvicorn
 
 from control_plane import render
-from control_plane.app import MAX_BODY_BYTES, ServeSettings, create_app
 from control_plane.render import Address, Placement, Resource
+from control_plane.server.app import create_app
+from control_plane.server.fast_path import MAX_BODY_BYTES
+from control_plane.server.settings import ServeSettings
 from control_plane.sidecar import Sidecar
 from tests.pem import write_pair
 
@@ -41,7 +43,7 @@ def free_port() -> int:
 
 
 def until(condition: Callable[[], object], what: str) -> None:
-    """Waits for what must come."""
+    """Wait for a condition."""
     deadline = time.monotonic() + 3 * WAIT
     while not condition():
         assert time.monotonic() < deadline, f"{what}: does not come"
@@ -49,15 +51,15 @@ def until(condition: Callable[[], object], what: str) -> None:
 
 
 class ControlPlane:
-    """`serve` in a process of its own, that can be killed and started again on its port."""
+    """`serve` in its own process, which can be killed and started again on the same port."""
 
     def __init__(self, policy: Path, port: int | None = None, setup: str = "", **settings: object) -> None:
         self.address = Address("127.0.0.1", port or free_port())
         given = {"policy": policy, "listen": self.address, "reload_seconds": 0.1, **settings}
         self._code = (
-            "from pathlib import Path, PosixPath\nfrom control_plane import server\n"
-            "from control_plane.app import ServeSettings\nfrom control_plane.render import Address\n"
-            f"{setup}\nserver.serve(ServeSettings(**{given!r}))\n"
+            "from pathlib import Path, PosixPath\nfrom control_plane.server import process\n"
+            "from control_plane.server.settings import ServeSettings\nfrom control_plane.render import Address\n"
+            f"{setup}\nprocess.serve(ServeSettings(**{given!r}))\n"
         )
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -78,7 +80,7 @@ class ControlPlane:
                 return self.get("/healthz").status_code == 200
             return False
 
-        until(answers, "the control plane's first answer")
+        until(answers, "the control plane's first response")
 
     def kill(self, number: int = signal.SIGKILL) -> int:
         """The exit status."""
@@ -91,9 +93,10 @@ class ControlPlane:
     def get(self, path: str) -> httpx.Response:
         return httpx.get(f"http://{self.address}{path}", timeout=WAIT, trust_env=False)
 
-    def standing(self, node: str) -> str:
-        """How a sidecar stands; empty where it was not seen."""
-        return {row["node_id"]: row["standing"] for row in self.get("/api/sidecars").json()["sidecars"]}.get(node, "")
+    def status(self, node: str) -> str:
+        """Return the status of a sidecar, or the empty string if it has not polled."""
+        rows = self.get("/api/sidecars").json()["sidecars"]
+        return next((str(row["status"]) for row in rows if row["node_id"] == node), "")
 
 
 @pytest.fixture
@@ -105,7 +108,7 @@ def policy(tmp_path: Path) -> Path:
 
 
 def set_default(path: Path, value: int) -> None:
-    """As a mounted ConfigMap changes: at once, by a rename."""
+    """Change the file by a rename, as Kubernetes changes a mounted ConfigMap."""
     new = path.with_suffix(".new")
     new.write_text(f"default: {value}\n")
     new.rename(path)
@@ -113,7 +116,7 @@ def set_default(path: Path, value: int) -> None:
 
 @pytest.fixture
 def start_sidecar(envoy: Path, upstream: RecordingUpstream) -> Iterator[Callable[..., Address]]:
-    """Starts a sidecar born with default 0 that polls `control_plane`; gives the address it listens on."""
+    """Starts a sidecar with `default: 0` that polls `control_plane`, and returns the address that it listens on."""
     with contextlib.ExitStack() as stack:
 
         def start(
@@ -135,21 +138,21 @@ def start_sidecar(envoy: Path, upstream: RecordingUpstream) -> Iterator[Callable
 
 
 def applied(sidecar: Address) -> str:
-    """The priority that a request without one gets."""
-    answer = httpx.post(f"http://{sidecar}{RENDER}", json={"messages": []}, timeout=WAIT, trust_env=False)
-    assert answer.status_code == 200, answer.text
-    return answer.headers["x-vllm-priority-applied"].partition(";")[0]
+    """Return the priority that a request without one gets."""
+    reply = httpx.post(f"http://{sidecar}{RENDER}", json={"messages": []}, timeout=WAIT, trust_env=False)
+    assert reply.status_code == 200, reply.text
+    return reply.headers["x-vllm-priority-applied"].partition(";")[0]
 
 
 def echo(request: Request, connection: Connection) -> None:
-    """Answers with the id and the priority that reached the upstream."""
+    """Respond with the id and the priority that reached the upstream."""
     connection.read_body(request)
     body = json.loads(request.body)
     connection.send(response(json.dumps({"id": body["id"], "priority": body["priority"]}).encode()))
 
 
 class Load:
-    """Clients that post through a sidecar, one after another on kept connections, until the end of the block."""
+    """Clients that send requests through a sidecar on keep-alive connections until the end of the block."""
 
     def __init__(self, sidecar: Address, clients: int = 4) -> None:
         self._sidecar = sidecar
@@ -174,9 +177,9 @@ class Load:
         return sum(self.priorities.values())
 
     def some_more(self, count: int = 50) -> None:
-        """Waits until so many more requests were answered."""
+        """Wait until `count` more requests have a response."""
         goal = self.sent() + count
-        until(lambda: self.sent() >= goal or self.wrong, "more answers under load")
+        until(lambda: self.sent() >= goal or self.wrong, "more responses under load")
 
     def _run(self, number: int) -> None:
         connection = http.client.HTTPConnection(self._sidecar.host, self._sidecar.port, timeout=WAIT)
@@ -188,11 +191,11 @@ class Load:
                 connection.request(
                     "POST", RENDER, json.dumps({"id": name}), {"content-type": "application/json"},
                 )  # fmt: skip
-                answer = connection.getresponse()
-                text = answer.read()
+                reply = connection.getresponse()
+                text = reply.read()
                 body = json.loads(text)
-                if answer.status != 200 or body["id"] != name:
-                    self.wrong.append(f"{name}: {answer.status} {text!r}")
+                if reply.status != 200 or body["id"] != name:
+                    self.wrong.append(f"{name}: {reply.status} {text!r}")
                 else:
                     self.priorities[body["priority"]] += 1
                     self.last[number] = body["priority"]
@@ -202,26 +205,26 @@ class Load:
         connection.close()
 
 
-def test_a_policy_change_reaches_a_running_sidecar_and_changes_what_happens_to_a_request(
+def test_a_policy_change_reaches_a_running_sidecar_and_changes_its_requests(
     policy: Path, start_sidecar: Callable[..., Address]
 ) -> None:
     with ControlPlane(policy) as plane:
         sidecar = start_sidecar(plane.address)
-        until(lambda: plane.standing("pod-1") == "up_to_date", "the sidecar on the first policy")
+        until(lambda: plane.status("pod-1") == "SYNCED", "the sidecar on the first policy")
         assert applied(sidecar) == "1"
         set_default(policy, 2)
         until(lambda: applied(sidecar) == "2", "the new policy in the sidecar")
-        until(lambda: plane.standing("pod-1") == "up_to_date", "the sidecar on the new policy")
+        until(lambda: plane.status("pod-1") == "SYNCED", "the sidecar on the new policy")
         text = plane.get("/metrics").text
-        assert 'requests_total{result="found",type="extension_configs"} 2.0' in text, "one answer for each policy"
+        assert 'requests_total{result="found",type="extension_configs"} 2.0' in text, "one response for each policy"
 
 
-def test_the_report_is_renamed_and_left_out_in_a_running_sidecar(
+def test_a_policy_change_renames_and_removes_the_report_header_of_a_running_sidecar(
     policy: Path, start_sidecar: Callable[..., Address]
 ) -> None:
     def said(sidecar: Address) -> dict[str, str]:
-        answer = httpx.post(f"http://{sidecar}{RENDER}", json={"messages": []}, timeout=WAIT, trust_env=False)
-        return {name: answer.headers[name] for name in ("x-vllm-priority-applied", "x-told") if name in answer.headers}
+        reply = httpx.post(f"http://{sidecar}{RENDER}", json={"messages": []}, timeout=WAIT, trust_env=False)
+        return {name: reply.headers[name] for name in ("x-vllm-priority-applied", "x-told") if name in reply.headers}
 
     report = "1; source=default; outcome=default"
     with ControlPlane(policy) as plane:
@@ -234,23 +237,23 @@ def test_the_report_is_renamed_and_left_out_in_a_running_sidecar(
         until(lambda: said(sidecar) == {"x-vllm-priority-applied": report}, "the usual header again")
 
 
-def test_a_sidecar_that_starts_without_a_control_plane_has_the_policy_it_was_born_with(
+def test_a_sidecar_that_starts_without_a_control_plane_uses_the_policy_of_its_bootstrap(
     policy: Path, start_sidecar: Callable[..., Address]
 ) -> None:
     plane = ControlPlane(policy)
     sidecar = start_sidecar(plane.address)
     assert applied(sidecar) == "0"
     with plane:
-        until(lambda: applied(sidecar) == "1", "the control plane's policy, once there is one")
+        until(lambda: applied(sidecar) == "1", "the control plane's policy, once the control plane runs")
 
 
-def test_no_request_is_lost_while_the_control_plane_is_killed_and_started_again(
+def test_no_request_is_lost_while_the_control_plane_restarts(
     policy: Path, start_sidecar: Callable[..., Address], upstream: RecordingUpstream
 ) -> None:
     upstream.handler = echo
     with ControlPlane(policy) as plane:
         sidecar = start_sidecar(plane.address)
-        until(lambda: plane.standing("pod-1") == "up_to_date", "the sidecar on the first policy")
+        until(lambda: plane.status("pod-1") == "SYNCED", "the sidecar on the first policy")
         with Load(sidecar) as running:
             plane.kill()
             running.some_more()
@@ -258,16 +261,16 @@ def test_no_request_is_lost_while_the_control_plane_is_killed_and_started_again(
             plane.start()
             until(lambda: running.wrong or set(running.last.values()) == {2}, "the policy of the new process")
     assert running.wrong == []
-    assert set(running.priorities) == {1, 2}, "the last policy is kept while the control plane is away"
+    assert set(running.priorities) == {1, 2}, "the last policy stays in force while the control plane is down"
 
 
-def test_a_policy_change_under_load_fails_no_request_and_mixes_none_up(
+def test_a_policy_change_under_load_fails_and_misroutes_no_request(
     policy: Path, start_sidecar: Callable[..., Address], upstream: RecordingUpstream
 ) -> None:
     upstream.handler = echo
     with ControlPlane(policy) as plane:
         sidecar = start_sidecar(plane.address)
-        until(lambda: plane.standing("pod-1") == "up_to_date", "the sidecar on the first policy")
+        until(lambda: plane.status("pod-1") == "SYNCED", "the sidecar on the first policy")
         connections = upstream.connections
         with Load(sidecar) as running:
             for value in (2, 3, 4):
@@ -279,28 +282,28 @@ def test_a_policy_change_under_load_fails_no_request_and_mixes_none_up(
     assert upstream.connections - connections <= 8, "a change must not touch connections"
 
 
-def test_an_envoy_that_refuses_a_configuration_keeps_the_old_one_and_is_said_to(
+def test_an_envoy_that_rejects_a_configuration_keeps_the_old_one_and_is_reported(
     policy: Path, start_sidecar: Callable[..., Address], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     app = create_app(ServeSettings(policy, reload_seconds=3600))
     with in_thread(app) as address:
         sidecar = start_sidecar(address)
 
-        def standing() -> str:
+        def status() -> str:
             rows = httpx.get(f"http://{address}/api/sidecars", trust_env=False).json()["sidecars"]
-            return str(rows[0]["standing"]) if rows else ""
+            return str(rows[0]["status"]) if rows else ""
 
-        until(lambda: standing() == "up_to_date", "the sidecar on the first policy")
+        until(lambda: status() == "SYNCED", "the sidecar on the first policy")
         rendered = render.filter_config
         with monkeypatch.context() as broken:
             broken.setattr(render, "filter_config", lambda *asked: with_script(rendered(*asked), "function ("))
             set_default(policy, 2)
             assert app.state.policy.reload() is True
-        until(lambda: standing() == "refused", "the refusal")
+        until(lambda: status() == "ERROR", "the rejection")
         assert applied(sidecar) == "1"
         set_default(policy, 3)
         assert app.state.policy.reload() is True
-        until(lambda: standing() == "up_to_date", "the sidecar on the mended policy")
+        until(lambda: status() == "SYNCED", "the sidecar on the corrected policy")
         assert applied(sidecar) == "3"
 
 
@@ -321,7 +324,7 @@ def in_thread(app: Any) -> Iterator[Address]:
         thread.join(WAIT)
 
 
-def test_a_sidecar_between_two_replicas_ends_on_the_new_policy_and_stays(
+def test_a_sidecar_that_polls_two_replicas_stays_on_the_new_policy_once_both_have_it(
     policy: Path, tmp_path: Path, start_sidecar: Callable[..., Address]
 ) -> None:
     other_file = tmp_path / "other.yaml"
@@ -329,7 +332,7 @@ def test_a_sidecar_between_two_replicas_ends_on_the_new_policy_and_stays(
     with ControlPlane(policy) as one, ControlPlane(other_file) as two:
 
         def both(bootstrap: Resource) -> None:
-            """One poll to each in turn, as behind a Service where no connection is kept."""
+            """Send polls to both in turn, as through a Service without keep-alive connections."""
             [cluster] = [c for c in bootstrap["static_resources"]["clusters"] if c["name"] == "control_plane"]
             endpoints = cluster["load_assignment"]["endpoints"][0]["lb_endpoints"]
             second = json.loads(json.dumps(endpoints[0]))
@@ -340,7 +343,7 @@ def test_a_sidecar_between_two_replicas_ends_on_the_new_policy_and_stays(
         seen: set[str] = set()
         until(lambda: seen.add(applied(sidecar)) or seen >= {"1", "2"}, "both policies, in turn")  # type: ignore[func-returns-value]
         set_default(policy, 2)
-        until(lambda: {plane.standing("pod-1") for plane in (one, two)} == {"up_to_date"}, "both agree on the sidecar")
+        until(lambda: {plane.status("pod-1") for plane in (one, two)} == {"SYNCED"}, "both agree on the sidecar")
 
         def found() -> list[str]:
             return [
@@ -356,7 +359,7 @@ def test_a_sidecar_between_two_replicas_ends_on_the_new_policy_and_stays(
 
         before, count = found(), polls()
         until(lambda: polls() >= count + 6, "six more polls")
-        assert found() == before, "nothing is sent any more once the replicas agree"
+        assert found() == before, "no more resources are sent once the replicas agree"
         assert applied(sidecar) == "2"
 
 
@@ -364,7 +367,7 @@ def test_a_sidecar_between_two_replicas_ends_on_the_new_policy_and_stays(
 
 
 def exchange(address: Address, *pieces: bytes, pause: float = 0.0) -> bytes:
-    """What comes back on one connection until it is closed."""
+    """Send the pieces on one connection, and return what is received until the server closes it."""
     with socket.create_connection((address.host, address.port), WAIT) as sock:
         for piece in pieces:
             with contextlib.suppress(OSError):
@@ -379,16 +382,18 @@ def exchange(address: Address, *pieces: bytes, pause: float = 0.0) -> bytes:
 
 @pytest.fixture(scope="module")
 def impatient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
-    """A control plane that waits half a second for a request's head, for its body, and for its answer to be read."""
+    """A control plane that waits half a second for a head, for a body, and for a client to read its response."""
     path = tmp_path_factory.mktemp("impatient") / "policy.yaml"
     set_default(path, 1)
-    with ControlPlane(path, setup="server.HEAD_SECONDS = server.SEND_SECONDS = 0.5", body_seconds=0.5) as plane:
+    with ControlPlane(path, setup="process.HEAD_SECONDS = process.SEND_SECONDS = 0.5", body_seconds=0.5) as plane:
         yield plane
 
 
 @pytest.mark.parametrize("path", [ECDS, "/inject", "/healthz", "/nowhere"])
 @pytest.mark.parametrize("framing", ["length", "chunked"])
-def test_a_body_of_50_mb_is_refused_on_any_path_and_not_held(impatient: ControlPlane, path: str, framing: str) -> None:
+def test_a_body_of_50_mb_is_rejected_on_any_path_and_not_buffered(
+    impatient: ControlPlane, path: str, framing: str
+) -> None:
     assert impatient.process is not None
     memory = resident(impatient.process.pid)
     whole = 50 * 2**20
@@ -397,20 +402,20 @@ def test_a_body_of_50_mb_is_refused_on_any_path_and_not_held(impatient: ControlP
         pieces = [f"{head}content-length: {whole}\r\n\r\n".encode(), *[b"x" * 2**20] * 50]
     else:
         pieces = [f"{head}transfer-encoding: chunked\r\n\r\n".encode(), *[b"100000\r\n" + b"x" * 2**20 + b"\r\n"] * 50]
-    answer = exchange(impatient.address, *pieces)
-    assert answer.startswith(b"HTTP/1.1 413 "), answer[:200]
-    assert b"allowed: at most 4194304 bytes" in answer
+    reply = exchange(impatient.address, *pieces)
+    assert reply.startswith(b"HTTP/1.1 413 "), reply[:200]
+    assert b"The limit is 4194304 bytes." in reply
     assert resident(impatient.process.pid) - memory < 6 * MAX_BODY_BYTES
     assert impatient.get("/healthz").status_code == 200
 
 
 def resident(pid: int) -> int:
-    """Bytes."""
+    """Return the resident memory in bytes."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize(
-    ("pieces", "answer"),
+    ("pieces", "reply"),
     [
         ([b""], b""),
         ([b"POST /inject HT"], b""),
@@ -420,10 +425,10 @@ def resident(pid: int) -> int:
         ([b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n", b"GET /healthz HTT"], b"HTTP/1.1 200 OK"),
     ],
 )
-def test_a_slow_client_is_not_waited_for(impatient: ControlPlane, pieces: list[bytes], answer: bytes) -> None:
+def test_the_connection_of_a_slow_client_is_closed(impatient: ControlPlane, pieces: list[bytes], reply: bytes) -> None:
     received = exchange(impatient.address, *pieces, pause=0.1)
-    assert received.startswith(answer)
-    assert bool(received) == bool(answer)
+    assert received.startswith(reply)
+    assert bool(received) == bool(reply)
 
 
 @pytest.mark.parametrize(
@@ -436,12 +441,12 @@ def test_a_slow_client_is_not_waited_for(impatient: ControlPlane, pieces: list[b
         b"POST /inject HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
     ],
 )
-def test_what_is_no_http_is_refused(impatient: ControlPlane, request_: bytes) -> None:
+def test_a_request_that_is_not_valid_http_is_rejected(impatient: ControlPlane, request_: bytes) -> None:
     received = exchange(impatient.address, request_)
     assert received.startswith(b"HTTP/1.1 4"), received
 
 
-def test_an_endless_head_is_cut_off(impatient: ControlPlane) -> None:
+def test_the_connection_of_an_endless_head_is_closed(impatient: ControlPlane) -> None:
     assert impatient.process is not None
     memory = resident(impatient.process.pid)
     lines = (b"x-a: " + b"y" * 1000 + b"\r\n") * 1000
@@ -450,7 +455,7 @@ def test_an_endless_head_is_cut_off(impatient: ControlPlane) -> None:
     assert resident(impatient.process.pid) - memory < 6 * MAX_BODY_BYTES
 
 
-def test_a_client_that_reads_nothing_is_given_up(impatient: ControlPlane) -> None:
+def test_the_connection_of_a_client_that_reads_nothing_is_closed(impatient: ControlPlane) -> None:
     assert impatient.process is not None
     connections = open_files(impatient.process.pid)
     with socket.socket() as sock:
@@ -464,45 +469,135 @@ def open_files(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
-def test_endless_trailers_are_not_kept(impatient: ControlPlane) -> None:
+def test_endless_trailers_are_not_buffered(impatient: ControlPlane) -> None:
     assert impatient.process is not None
     memory = resident(impatient.process.pid)
     head = b"POST /inject HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n"
-    answer = exchange(impatient.address, head, *[(b"x-a: " + b"y" * 1000 + b"\r\n") * 1000] * 50)
-    assert answer[:13] in {b"HTTP/1.1 408 ", b""}
+    reply = exchange(impatient.address, head, *[(b"x-a: " + b"y" * 1000 + b"\r\n") * 1000] * 50)
+    assert reply[:13] in {b"HTTP/1.1 408 ", b""}
     assert resident(impatient.process.pid) - memory < 6 * MAX_BODY_BYTES
 
 
-def test_expect_continue_is_refused_before_the_body_is_sent(impatient: ControlPlane) -> None:
+def test_a_too_large_body_is_rejected_before_an_expect_continue_client_sends_it(impatient: ControlPlane) -> None:
     head = b"POST /inject HTTP/1.1\r\nhost: x\r\nexpect: 100-continue\r\ncontent-length: 99999999\r\n\r\n"
     assert exchange(impatient.address, head).startswith(b"HTTP/1.1 413 ")
 
 
-def test_sigterm_ends_it_with_status_0(policy: Path) -> None:
-    plane = ControlPlane(policy)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_process_with_status_0(policy: Path, number: int) -> None:
+    plane = ControlPlane(policy, setup="process.DRAIN_ACCEPT_SECONDS = 0.5")
     plane.start()
-    assert plane.kill(signal.SIGTERM) == 0
+    assert plane.kill(number) == 0
+
+
+def test_an_idle_connection_is_served_and_then_closed_after_sigterm(policy: Path) -> None:
+    with ControlPlane(policy) as plane:
+        assert plane.process is not None
+        connection = http.client.HTTPConnection(plane.address.host, plane.address.port, timeout=WAIT)
+        connection.request("GET", "/healthz")
+        first = connection.getresponse()
+        assert (first.status, first.read(), first.will_close) == (200, b'{"status":"ok"}', False)
+        plane.process.send_signal(signal.SIGTERM)
+        until(lambda: plane.get("/healthz").headers.get("connection") == "close", "the begin of the drain")
+        connection.request("GET", "/healthz")
+        second = connection.getresponse()
+        assert (second.status, second.read(), second.will_close) == (200, b'{"status":"ok"}', True)
+        assert connection.sock is None
+        connection.close()
+
+
+def test_a_request_whose_head_arrives_during_the_shutdown_is_served(policy: Path) -> None:
+    with ControlPlane(policy, setup="process.DRAIN_ACCEPT_SECONDS = 0.5") as plane:
+        assert plane.process is not None
+        with socket.create_connection((plane.address.host, plane.address.port), WAIT) as sock:
+            sock.sendall(b"GET /healthz HTTP/1.1\r\n")
+            plane.process.send_signal(signal.SIGTERM)
+            until(lambda: not accepts(plane.address), "the end of the drain")
+            sock.sendall(b"host: x\r\n\r\n")
+            received = sock.makefile("rb").read()
+        assert received.startswith(b"HTTP/1.1 200 OK"), received
+        assert plane.process.wait(WAIT) == 0
+
+
+def accepts(address: Address) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection((address.host, address.port), WAIT):
+        return True
+    return False
+
+
+def test_a_rolling_restart_loses_no_webhook_call(policy: Path) -> None:
+    review = {
+        "apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview",
+        "request": {
+            "uid": "1", "kind": {"group": "", "version": "v1", "kind": "Pod"}, "operation": "CREATE", "namespace": "ml",
+            "resource": {"group": "", "version": "v1", "resource": "pods"},
+            "object": {"metadata": {"name": "bare"}, "spec": {"containers": [{"name": "c", "image": "i"}]}},
+        },
+    }  # fmt: skip
+    lost: list[str] = []
+    served: Counter[Address] = Counter()
+    done = threading.Event()
+
+    def call(replica: Callable[[], Address]) -> None:
+        """Keep a connection open until its response says close, as the API server does."""
+        connection, address = None, replica()
+        while not done.is_set():
+            try:
+                if connection is None:
+                    address = replica()
+                    connection = http.client.HTTPConnection(address.host, address.port, timeout=WAIT)
+                connection.request("POST", "/inject", json.dumps(review))
+                received = connection.getresponse()
+                body = json.loads(received.read())
+                if received.status != 200 or body["response"]["allowed"] is not True:
+                    lost.append(f"{received.status} {body}")
+                served[address] += 1
+                if received.will_close:
+                    connection = None
+            except (OSError, http.client.HTTPException) as error:
+                lost.append(repr(error))
+                connection = None
+
+    with ControlPlane(policy, setup="process.DRAIN_ACCEPT_SECONDS = 2.0") as old, ControlPlane(policy) as new:
+        assert old.process is not None
+        endpoints = [old.address]
+        threads = [threading.Thread(target=call, args=(lambda: endpoints[0],)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        until(lambda: served[old.address] > 50 or lost, "calls of the old replica")
+        old.process.send_signal(signal.SIGTERM)
+        before = served[old.address]
+        until(lambda: served[old.address] > before + 20 or lost, "new connections to the old replica, which drains")
+        endpoints[0] = new.address
+        assert old.process.wait(WAIT) == 0
+        until(lambda: served[new.address] > 50 or lost, "calls of the new replica")
+        done.set()
+        for thread in threads:
+            thread.join(WAIT)
+    assert lost == []
 
 
 @pytest.mark.parametrize("wrong", ["policy", "port"])
-def test_what_cannot_be_served_is_refused_with_one_line(policy: Path, wrong: str) -> None:
+def test_a_policy_or_port_that_cannot_be_used_is_rejected_with_one_line(policy: Path, wrong: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         if wrong == "policy":
             policy.write_text("default: no number\n")
         plane = ControlPlane(policy, port=taken.getsockname()[1] if wrong == "port" else None)
         done = subprocess.run([sys.executable, "-c", plane._code], capture_output=True, text=True, timeout=3 * WAIT)
     last = done.stderr.strip().splitlines()[-1]
-    assert "PolicyError: " in last if wrong == "policy" else "BadInput: --listen: cannot listen on 127.0.0.1:" in last
+    assert "PolicyError: " in last if wrong == "policy" else "InvalidField: listen: cannot listen on 127.0.0.1:" in last
 
 
-def test_tls_is_served_beside_http_and_a_new_certificate_without_a_restart(policy: Path, tmp_path: Path) -> None:
+def test_tls_is_served_beside_http_and_a_new_certificate_is_used_without_a_restart(
+    policy: Path, tmp_path: Path
+) -> None:
     cert, key = write_pair(tmp_path, "old", days=-1)
     tls = Address("127.0.0.1", free_port())
     with ControlPlane(policy, tls_listen=tls, tls_cert=cert, tls_key=key) as plane:
         client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
-        answer = httpx.post(f"https://{tls}/inject", content=b"{", verify=client, trust_env=False)
-        assert answer.status_code == 400
+        reply = httpx.post(f"https://{tls}/inject", content=b"{", verify=client, trust_env=False)
+        assert reply.status_code == 400
         assert "expired on" in plane.get("/readyz").json()["certificate"]["problem"]
         before = ssl.get_server_certificate((tls.host, tls.port))
         write_pair(tmp_path, "new")
@@ -517,7 +612,7 @@ def test_the_policy_file_is_watched(policy: Path) -> None:
     with ControlPlane(policy) as plane:
         policy.write_text("default: [")
         until(lambda: plane.get("/readyz").json()["problems"], "the broken edit at /readyz")
-        assert 'policy_reloads_total{result="refused"} 1.0' in plane.get("/metrics").text
+        assert 'policy_reloads_total{result="rejected"} 1.0' in plane.get("/metrics").text
         set_default(policy, 7)
-        until(lambda: plane.get("/readyz").json()["status"] == "ready", "the mended edit")
+        until(lambda: plane.get("/readyz").json()["status"] == "ready", "the corrected edit")
         assert plane.get("/api/policy").json()["policies"][0]["policy"]["default"] == 7

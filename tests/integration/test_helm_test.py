@@ -1,11 +1,13 @@
-"""What `helm test` runs in the cluster, run here: the chart's script and certificate, and a real control plane."""
+"""The script that `helm test` runs in the cluster, with the chart's certificate and a real control plane."""
 
 import base64
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import httpx
 import pytest
 
 from control_plane.render import Address
@@ -16,7 +18,7 @@ from .test_control_plane import ControlPlane, free_port
 
 @dataclass
 class Installed:
-    """A control plane that serves what the chart made for it."""
+    """A control plane with the certificate and the policy of the chart."""
 
     base: str
     inject: str
@@ -33,7 +35,11 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
         (folder / name).write_bytes(data[name])
     (config,) = find(objects, "ConfigMap")
     (folder / "policy.yaml").write_text(config["data"]["policy.yaml"])
-    tls = {"tls_listen": Address("127.0.0.1", port), "tls_cert": folder / "tls.crt", "tls_key": folder / "tls.key"}
+    tls: dict[str, Any] = {
+        "tls_listen": Address("127.0.0.1", port),
+        "tls_cert": folder / "tls.crt",
+        "tls_key": folder / "tls.key",
+    }
     with ControlPlane(folder / "policy.yaml", **tls) as control_plane:
         yield Installed(f"http://{control_plane.address}", url, data["ca.crt"].decode())
 
@@ -42,23 +48,24 @@ def helm_test(base: str, inject: str | None, ca: str) -> subprocess.CompletedPro
     environment = {"CONTROL_PLANE_URL": base, "PATH": "/usr/bin:/bin"}
     if inject:
         environment |= {"INJECT_URL": inject, "CA_BUNDLE": ca}
-    # As the pod has it: the script as an argument, from the image's own Python.
+    # The pod passes the script to Python as an argument too.
     command = [sys.executable, "-c", (CHART / "files" / "connection_test.py").read_text()]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
 
 
-def test_it_passes_on_a_control_plane_that_works(installed: Installed) -> None:
+def test_it_passes_with_a_working_control_plane(installed: Installed) -> None:
     done = helm_test(installed.base, installed.inject, installed.ca)
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()] == ["ok", "ok", "ok"]
+    assert httpx.get(f"{installed.base}/api/sidecars", trust_env=False).json()["total"] == 0
 
 
-def test_without_a_webhook_it_asks_for_no_injection(installed: Installed) -> None:
+def test_without_a_webhook_it_does_not_test_the_injection(installed: Installed) -> None:
     done = helm_test(installed.base, None, "")
     assert (done.returncode, len(done.stdout.splitlines())) == (0, 2)
 
 
-def test_it_fails_where_the_certificate_is_not_of_that_ca(installed: Installed) -> None:
+def test_it_fails_if_another_ca_signed_the_certificate(installed: Installed) -> None:
     other = base64.b64decode(find(documents(template()), "Secret")[0]["data"]["ca.crt"]).decode()
     done = helm_test(installed.base, installed.inject, other)
     assert done.returncode == 1
@@ -66,7 +73,7 @@ def test_it_fails_where_the_certificate_is_not_of_that_ca(installed: Installed) 
     assert "CERTIFICATE_VERIFY_FAILED" in done.stdout
 
 
-def test_it_fails_with_a_line_where_nothing_answers() -> None:
+def test_it_fails_with_a_message_if_the_control_plane_does_not_respond() -> None:
     done = helm_test(f"http://127.0.0.1:{free_port()}", None, "")
     assert done.returncode == 1
     assert done.stdout.count("FAILED") == 2

@@ -1,4 +1,4 @@
-"""The control plane's HTTP, in process: what each path answers, and what a broken file or request does to it."""
+"""The control plane as an ASGI app, in process: its responses, and the effect of a broken file or request."""
 
 import asyncio
 import json
@@ -12,9 +12,11 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from control_plane.app import MAX_BODY_BYTES, ServeSettings, create_app
 from control_plane.errors import BadInput, PolicyError
 from control_plane.render import ManagedEnvoy, filter_config
+from control_plane.server.app import create_app
+from control_plane.server.fast_path import MAX_BODY_BYTES
+from control_plane.server.settings import ServeSettings
 
 ECDS = "/v3/discovery:extension_configs"
 
@@ -32,7 +34,7 @@ def policy_file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def client(policy_file: Path) -> Iterator[TestClient]:
-    """The app, whose watch of the file is made by hand: `app.state.policy.reload()`."""
+    """The app. It looks at the policy file only when a test calls `reload`."""
     with TestClient(create_app(ServeSettings(policy_file, reload_seconds=3600))) as running:
         yield running
 
@@ -41,7 +43,7 @@ def reload(client: TestClient) -> bool | None:
     return client.app.state.policy.reload()  # type: ignore[attr-defined, no-any-return]
 
 
-def test_discovery_gives_the_rendered_filter_then_nothing_new(client: TestClient) -> None:
+def test_discovery_responds_with_the_rendered_filter_and_then_with_304(client: TestClient) -> None:
     first = client.post(ECDS, json=sidecar())
     assert first.status_code == 200
     assert first.headers["content-type"] == "application/json"
@@ -54,40 +56,40 @@ def test_discovery_gives_the_rendered_filter_then_nothing_new(client: TestClient
 @pytest.mark.parametrize(
     ("method", "path", "body", "status", "line"),
     [
-        ("POST", "/v3/discovery:routes", b"{}", 404, "/v3/discovery:routes: this type is not served; allowed: "),
-        ("POST", ECDS, b'{"node":{"metadata":{"role":"x"}}}', 404, "node.metadata.role: 'x' is unknown; allowed: "),
-        ("POST", ECDS, b"{}", 400, "discovery request: node: is missing; allowed: "),
-        ("GET", ECDS, b"", 405, "GET: is not allowed here; allowed: POST"),
-        ("PUT", "/inject", b"{}", 405, "PUT: is not allowed here; allowed: POST"),
+        ("POST", "/v3/discovery:routes", b"{}", 404, "'/v3/discovery:routes' is not a valid discovery path. Use "),
+        ("POST", ECDS, b'{"node":{"metadata":{"role":"x"}}}', 404, "node.metadata.role: 'x' is not a valid role. Use "),
+        ("POST", ECDS, b"{}", 400, "discovery request: node is missing"),
+        ("GET", ECDS, b"", 405, "GET is not supported here. Use POST."),
+        ("PUT", "/inject", b"{}", 405, "PUT is not supported here. Use POST."),
         ("POST", "/inject", b"", 400, "admission review: malformed JSON: "),
         ("POST", "/inject", b"\xff", 400, "admission review: malformed JSON: "),
         ("POST", "/inject", b"[" * 200_000, 400, "admission review: nested too deeply"),
         ("POST", "/inject", b"9" * 5000, 400, "admission review: malformed JSON: "),
         ("POST", "/inject", b"[]", 400, "AdmissionReview: "),
         ("GET", "/api/sidecars?limit=no", b"", 400, "limit: "),
-        ("GET", "/api/sidecars?standing=no", b"", 400, "standing: "),
+        ("GET", "/api/sidecars?status=no", b"", 400, "status: "),
         ("GET", "/nowhere", b"", 404, "Not Found"),
     ],
 )  # fmt: skip
-def test_a_wrong_request_gets_a_clear_line(
+def test_a_wrong_request_gets_a_clear_message_in_one_line(
     client: TestClient, method: str, path: str, body: bytes, status: int, line: str
 ) -> None:
-    answer = client.request(method, path, content=body)
-    assert answer.status_code == status
-    assert answer.json()["detail"].startswith(line)
-    assert "\n" not in answer.json()["detail"]
+    response = client.request(method, path, content=body)
+    assert response.status_code == status
+    assert response.json()["detail"].startswith(line)
+    assert "\n" not in response.json()["detail"]
 
 
 @pytest.mark.parametrize("path", [ECDS, "/inject", "/healthz", "/nowhere"])
-def test_a_body_past_the_limit_is_refused_on_any_path(client: TestClient, path: str) -> None:
-    answer = client.post(path, content=b" " * (MAX_BODY_BYTES + 1))
-    assert answer.status_code == 413
-    assert answer.json() == {"detail": f"body: is too large; allowed: at most {MAX_BODY_BYTES} bytes"}
-    assert answer.headers["connection"] == "close"
+def test_a_body_over_the_limit_is_rejected_on_any_path(client: TestClient, path: str) -> None:
+    response = client.post(path, content=b" " * (MAX_BODY_BYTES + 1))
+    assert response.status_code == 413
+    assert response.json() == {"detail": f"The request body is too large. The limit is {MAX_BODY_BYTES} bytes."}
+    assert response.headers["connection"] == "close"
 
 
 def streamed(policy_file: Path, chunks: AsyncIterator[bytes], **timing: float) -> tuple[int, bytes]:
-    """Status and body of a POST to /inject whose body comes in these chunks, as a server hands them over."""
+    """Send a POST to /inject in these chunks, as a server passes them on, and return the response's status and body."""
     sent: list[Any] = []
 
     async def receive() -> dict[str, Any]:
@@ -98,11 +100,11 @@ def streamed(policy_file: Path, chunks: AsyncIterator[bytes], **timing: float) -
 
     scope = {"type": "http", "method": "POST", "path": "/inject", "headers": [], "query_string": b""}
     asyncio.run(create_app(ServeSettings(policy_file, **timing))(scope, receive, send))  # type: ignore[arg-type]
-    assert [message.get("more_body") for message in sent][-2:] == [True, None], "the answer comes before its end"
+    assert [message.get("more_body") for message in sent][-2:] == [True, None], "the response is sent before it ends"
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
 
 
-def test_an_endless_body_is_refused_at_the_limit_and_its_sender_can_read_the_answer(policy_file: Path) -> None:
+def test_an_endless_body_is_rejected_at_the_limit_and_its_sender_can_read_the_response(policy_file: Path) -> None:
     megabytes = 0
 
     async def endless() -> AsyncIterator[bytes]:
@@ -114,16 +116,16 @@ def test_an_endless_body_is_refused_at_the_limit_and_its_sender_can_read_the_ans
 
     status, body = streamed(policy_file, endless())
     assert (status, b"too large" in body) == (413, True)
-    assert megabytes > 5, "closing at once, with bytes unread, resets the connection and loses the answer"
+    assert megabytes > 5, "closing at once, with bytes unread, resets the connection and loses the response"
 
 
-def test_a_body_that_never_ends_to_arrive_is_given_up(policy_file: Path) -> None:
+def test_a_body_that_does_not_arrive_in_time_is_rejected(policy_file: Path) -> None:
     async def slow() -> AsyncIterator[bytes]:
         yield b"{"
         await asyncio.sleep(3600)
 
     status, body = streamed(policy_file, slow(), body_seconds=0.05)
-    assert (status, b"did not arrive within 0.05 s" in body) == (408, True)
+    assert (status, b"did not arrive within 0.05 seconds" in body) == (408, True)
 
 
 def review(pod: dict[str, Any]) -> dict[str, Any]:
@@ -160,10 +162,10 @@ POD: dict[str, Any] = {
 }
 
 
-def test_inject_answers_a_review_with_a_patch(client: TestClient) -> None:
-    answer = client.post("/inject", json=review(POD))
-    assert answer.status_code == 200
-    body = answer.json()
+def test_inject_responds_to_a_review_with_a_patch(client: TestClient) -> None:
+    response = client.post("/inject", json=review(POD))
+    assert response.status_code == 200
+    body = response.json()
     assert body["kind"] == "AdmissionReview"
     assert body["response"]["uid"] == "705ab4f5-6393-11e8-b7cc-42010a800002"
     assert body["response"]["allowed"] is True
@@ -178,15 +180,19 @@ def test_inject_uses_the_policy_in_force(client: TestClient, policy_file: Path) 
 
 
 def test_services_cannot_be_read_outside_a_cluster(policy_file: Path) -> None:
-    with pytest.raises(BadInput, match="allowed: inside a cluster only"):
+    with pytest.raises(BadInput, match="only inside a cluster"):
         create_app(ServeSettings(policy_file, read_services=True))
 
 
-def test_inject_knows_the_services_of_the_pods_namespace(policy_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inject_reads_the_services_of_the_pods_namespace(policy_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Known:
-        """Stands in for the API's reader, which has tests of its own."""
+        """Stands in for Services, which tests/unit/test_services.py tests."""
 
-        problem = "services of ml: Kubernetes answers 403"
+        problem = "The Services of the namespace ml cannot be read."
+        connected = False
+
+        async def connect(self) -> bool:
+            return True
 
         async def of(self, namespace: str | None) -> list[dict[str, Any]]:
             assert namespace == "ml"
@@ -196,24 +202,29 @@ def test_inject_knows_the_services_of_the_pods_namespace(policy_file: Path, monk
         async def close(self) -> None:
             pass
 
-    monkeypatch.setattr("control_plane.app.Services.in_cluster", Known)
+    monkeypatch.setattr("control_plane.server.services.Services.in_cluster", Known)
     pod = {**POD, "metadata": {**POD["metadata"], "labels": {**POD["metadata"]["labels"], "app": "vllm"}}}
     with TestClient(create_app(ServeSettings(policy_file, read_services=True))) as client:
         warnings = client.post("/inject", json=review(pod)).json()["response"]["warnings"]
         assert any("by-number" in warning for warning in warnings), warnings
-        assert Known.problem in client.get("/readyz").json()["problems"]
+        ready = client.get("/readyz")
+        assert (ready.status_code, ready.json()["status"]) == (503, "starting"), "nothing was read yet"
+        Known.connected = True
+        ready = client.get("/readyz")
+        assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
+        assert Known.problem in ready.json()["problems"]
 
 
 def test_a_changed_file_is_served(client: TestClient, policy_file: Path) -> None:
     old = client.post(ECDS, json=sidecar()).json()["version_info"]
     policy_file.write_text("default: 2\n")
     assert reload(client) is True
-    answer = client.post(ECDS, json=sidecar(old))
-    assert answer.status_code == 200
-    assert answer.json()["version_info"] != old
+    response = client.post(ECDS, json=sidecar(old))
+    assert response.status_code == 200
+    assert response.json()["version_info"] != old
 
 
-def test_the_symlink_swap_of_a_mounted_configmap_is_noticed(tmp_path: Path) -> None:
+def test_the_symlink_swap_of_a_mounted_configmap_is_detected(tmp_path: Path) -> None:
     for name, text in (("..2026_1", "default: 1\n"), ("..2026_2", "default: 2\n")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "policy.yaml").write_text(text)
@@ -229,7 +240,7 @@ def test_the_symlink_swap_of_a_mounted_configmap_is_noticed(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("broken", ["default: yes please\n", "a: [", "\x00", "", None])
-def test_a_broken_edit_is_refused_shown_and_the_last_good_policy_kept(
+def test_a_broken_edit_is_rejected_and_reported_and_the_last_valid_policy_stays_in_force(
     client: TestClient, policy_file: Path, broken: str | None
 ) -> None:
     served = client.post(ECDS, json=sidecar()).json()
@@ -240,16 +251,16 @@ def test_a_broken_edit_is_refused_shown_and_the_last_good_policy_kept(
     else:
         policy_file.write_bytes(b"\xff\xfe\xff")
     assert reload(client) is False
-    assert reload(client) is None, "the same broken edit is not refused again"
+    assert reload(client) is None, "the same broken edit is not rejected again"
     assert client.post(ECDS, json=sidecar()).json() == served
     ready = client.get("/readyz")
-    assert ready.status_code == 200, "a bad edit must not take every replica out of its Service"
+    assert ready.status_code == 200, "a broken edit must not remove all replicas from their Service"
     assert ready.json()["status"] == "degraded"
     assert str(policy_file) in ready.json()["policy"]["problem"]
     assert "vllm_priority_control_plane_policy_broken 1.0" in client.get("/metrics").text
 
 
-def test_a_mended_edit_is_served_and_the_problem_is_gone(client: TestClient, policy_file: Path) -> None:
+def test_a_corrected_edit_is_served_and_the_problem_is_gone(client: TestClient, policy_file: Path) -> None:
     for text, loaded in (("default: nope\n", False), ("default: 1\n", True)):
         policy_file.write_text(text)
         assert reload(client) is loaded
@@ -257,36 +268,37 @@ def test_a_mended_edit_is_served_and_the_problem_is_gone(client: TestClient, pol
     assert "vllm_priority_control_plane_policy_broken 0.0" in client.get("/metrics").text
 
 
-def test_a_file_whose_name_is_no_utf_8_is_served(tmp_path: Path) -> None:
+def test_a_file_whose_name_is_not_valid_utf_8_is_served(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"policy-\xff.yaml")
     path.write_text("default: 1\n")
     with TestClient(create_app(ServeSettings(path, reload_seconds=3600))) as client:
         assert client.get("/readyz").json()["policy"]["file"] == str(path)
 
 
-def test_a_file_that_is_wrong_at_the_start_is_not_served_at_all(tmp_path: Path) -> None:
+def test_a_policy_file_that_is_missing_at_the_start_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match="no such file"):
         create_app(ServeSettings(tmp_path / "none.yaml"))
 
 
-def test_a_certificate_without_its_key_is_refused(policy_file: Path, tmp_path: Path) -> None:
-    with pytest.raises(BadInput, match="a certificate and a key are needed"):
-        create_app(ServeSettings(policy_file, tls_cert=tmp_path / "tls.crt"))
-
-
-def test_sidecars_are_listed_with_what_they_have_and_should_have(client: TestClient) -> None:
+def test_sidecars_are_listed_with_the_version_that_they_have_and_should_have(client: TestClient) -> None:
     version = client.post(ECDS, json=sidecar(node="a", labels={"app": "x"})).json()["version_info"]
     client.post(ECDS, json=sidecar(node="b"))
     client.post(ECDS, json=sidecar(version, node="a", labels={"app": "x"}))
     listed = client.get("/api/sidecars").json()
-    assert {key: listed[key] for key in ("total", "up_to_date", "behind", "refused", "unknown")} == {
-        "total": 2, "up_to_date": 1, "behind": 1, "refused": 0, "unknown": 0,
+    assert {key: listed[key] for key in ("total", "SYNCED", "STALE", "ERROR", "UNKNOWN")} == {
+        "total": 2, "SYNCED": 1, "STALE": 1, "ERROR": 0, "UNKNOWN": 0,
     }  # fmt: skip
     first = listed["sidecars"][0]
-    assert (first["node_id"], first["standing"], first["version"], first["wanted"], first["labels"]) == (
-        "a", "up_to_date", version, version, {"app": "x"},
+    assert (first["node_id"], first["status"], first["version"], first["expected_version"], first["labels"]) == (
+        "a", "SYNCED", version, version, {"app": "x"},
     )  # fmt: skip
-    assert [row["node_id"] for row in client.get("/api/sidecars?standing=behind").json()["sidecars"]] == ["b"]
+    assert [row["node_id"] for row in client.get("/api/sidecars?status=STALE").json()["sidecars"]] == ["b"]
+
+
+def test_a_probe_is_served_but_not_listed_as_a_sidecar(client: TestClient) -> None:
+    assert client.post(ECDS, json=sidecar(node="helm-test", probe=True)).status_code == 200
+    assert client.get("/api/sidecars").json()["total"] == 0
+    assert "vllm_priority_control_plane_sidecars{" not in client.get("/metrics").text
 
 
 def test_metrics_count_requests_and_sidecars_by_version(client: TestClient) -> None:
@@ -296,27 +308,29 @@ def test_metrics_count_requests_and_sidecars_by_version(client: TestClient) -> N
     client.post(ECDS, content=b"{")
     text = client.get("/metrics").text
     requests = "vllm_priority_control_plane_requests_total"
-    sidecars = 'vllm_priority_control_plane_sidecars{role="render",standing="%s",type="extension_configs",version="%s"}'
+    sidecars = 'vllm_priority_control_plane_sidecars{role="render",status="%s",type="extension_configs",version="%s"}'
     assert f'{requests}{{result="found",type="extension_configs"}} 2.0' in text
     assert f'{requests}{{result="not_modified",type="extension_configs"}} 1.0' in text
     assert f'{requests}{{result="bad_request",type="extension_configs"}} 1.0' in text
-    assert f"{sidecars % ('up_to_date', version)} 1.0" in text
-    assert f"{sidecars % ('behind', 'other')} 1.0" in text, "a sidecar's own word must not become a label"
+    assert f"{sidecars % ('SYNCED', version)} 1.0" in text
+    assert f"{sidecars % ('STALE', 'other')} 1.0" in text, (
+        "a version that a sidecar made up must not become a label value"
+    )
 
 
-def test_two_apps_in_one_process_count_apart(client: TestClient, policy_file: Path) -> None:
+def test_two_apps_in_one_process_count_separately(client: TestClient, policy_file: Path) -> None:
     client.post(ECDS, content=b"{")
     with TestClient(create_app(ServeSettings(policy_file))) as other:
         assert 'requests_total{result="bad_request",type="extension_configs"} 0.0' in other.get("/metrics").text
 
 
-def test_any_number_of_replicas_gives_the_same_answers(client: TestClient, policy_file: Path) -> None:
+def test_all_replicas_give_the_same_responses(client: TestClient, policy_file: Path) -> None:
     with TestClient(create_app(ServeSettings(policy_file))) as other:
         for path, body in ((ECDS, sidecar()), ("/v3/discovery:listeners", sidecar()), ("/inject", review(POD))):
             assert client.post(path, json=body).content == other.post(path, json=body).content
 
 
-# Fuzzing. Hypothesis keeps the one client for all its examples: no answer changes the next.
+# Fuzzing. Hypothesis uses one client for all examples, because no response depends on earlier requests.
 _FUZZED = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 _JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
@@ -343,14 +357,14 @@ def paths(document: Any) -> list[list[Any]]:
 
 @_FUZZED
 @given(path=st.sampled_from([ECDS, "/v3/discovery:listeners", "/inject"]), body=st.binary(max_size=200))
-def test_bytes_at_random_are_never_an_error_of_ours(client: TestClient, path: str, body: bytes) -> None:
+def test_random_bytes_never_cause_a_server_error(client: TestClient, path: str, body: bytes) -> None:
     assert 400 <= client.post(path, content=body).status_code < 500
 
 
 @_FUZZED
 @given(place=st.sampled_from(paths(review(POD))), value=_JSON)
 @example(place=["request", "object", "metadata", "labels"], value={"\ud800": "\udfff"})
-def test_a_review_with_anything_anywhere_is_answered_or_refused_with_a_line(
+def test_a_review_with_any_value_anywhere_gets_a_response_or_a_message_in_one_line(
     client: TestClient, place: list[Any], value: Any
 ) -> None:
     check(client.post("/inject", content=json.dumps(replaced(review(POD), place, value))))
@@ -362,7 +376,7 @@ def test_a_review_with_anything_anywhere_is_answered_or_refused_with_a_line(
     place=st.sampled_from(paths(sidecar("v", labels={"a": "b"}, listen="1.2.3.4:5", upstream="h:6", policy="default"))),
     value=_JSON,
 )
-def test_a_poll_with_anything_anywhere_is_answered_or_refused_with_a_line(
+def test_a_poll_with_any_value_anywhere_gets_a_response_or_a_message_in_one_line(
     client: TestClient, kind: str, place: list[Any], value: Any
 ) -> None:
     whole = sidecar("v", labels={"a": "b"}, listen="1.2.3.4:5", upstream="h:6", policy="default")
@@ -371,8 +385,8 @@ def test_a_poll_with_anything_anywhere_is_answered_or_refused_with_a_line(
     assert client.get("/metrics").status_code == 200
 
 
-def check(answer: Any) -> None:
-    assert answer.status_code in {200, 304} or 400 <= answer.status_code < 500, answer.text
-    if answer.status_code >= 400:
-        assert answer.json()["detail"]
-        assert "\n" not in answer.json()["detail"]
+def check(response: Any) -> None:
+    assert response.status_code in {200, 304} or 400 <= response.status_code < 500, response.text
+    if response.status_code >= 400:
+        assert response.json()["detail"]
+        assert "\n" not in response.json()["detail"]

@@ -1,4 +1,4 @@
-"""The Helm chart, rendered and judged by helm itself, kubernetes-validate, and the policy's own parser."""
+"""The Helm chart, rendered by helm, and checked by helm, kubernetes-validate, and the policy's own parser."""
 
 import base64
 import json
@@ -18,6 +18,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from control_plane.cli import _injector as injector_settings
 from control_plane.cli import cli
 from control_plane.policy import parse_policies
+from control_plane.server import process
 from tests.golden.chart import OWN_CA, VARIANTS, value_comments
 from tests.golden.chart import rendered as golden_rendered
 from tests.helm import CHART, NAMESPACE, RELEASE, HelmError, documents, find, helm, template
@@ -28,7 +29,7 @@ ROOT = CHART.parent.parent
 # The oldest and the newest version that kubernetes-validate knows.
 KUBERNETES_VERSIONS = ("1.33", "1.37")
 
-# Of operators that a cluster may have: no schema of theirs is at hand.
+# The kinds of operators, for which kubernetes-validate has no schema.
 CUSTOM_GROUPS = ("cert-manager.io/", "monitoring.coreos.com/")
 
 
@@ -50,7 +51,7 @@ def pod_specs(objects: Objects) -> Iterator[dict[str, Any]]:
             yield document["spec"]["template"]["spec"]
 
 
-def test_helm_lint_has_nothing_to_say() -> None:
+def test_helm_lint_finds_no_problem() -> None:
     assert "0 chart(s) failed" in helm("lint", "--strict", CHART)
 
 
@@ -62,7 +63,7 @@ def test_the_chart_has_the_version_of_the_program() -> None:
 
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
 @pytest.mark.parametrize("name", VARIANTS)
-def test_kubernetes_takes_every_manifest(rendered: dict[str, Objects], name: str, version: str) -> None:
+def test_every_manifest_is_valid_in_kubernetes(rendered: dict[str, Objects], name: str, version: str) -> None:
     for document in rendered[name]:
         if not document["apiVersion"].startswith(CUSTOM_GROUPS):
             kubernetes_validate.validate(document, version, strict=True)
@@ -71,13 +72,13 @@ def test_kubernetes_takes_every_manifest(rendered: dict[str, Objects], name: str
 @pytest.mark.parametrize(
     "name", [name for name, variant in VARIANTS.items() if "policyConfigMap" not in variant.values]
 )
-def test_the_control_plane_takes_every_policy(rendered: dict[str, Objects], name: str) -> None:
+def test_every_policy_is_valid(rendered: dict[str, Objects], name: str) -> None:
     configs = [c["data"]["policy.yaml"] for c in find(rendered[name], "ConfigMap") if "policy.yaml" in c["data"]]
     assert len(configs) == 1
     parse_policies(configs[0])
 
 
-def test_a_policy_arrives_as_it_was_written(rendered: dict[str, Objects]) -> None:
+def test_the_policy_in_the_config_map_is_the_one_in_the_values(rendered: dict[str, Objects]) -> None:
     (config,) = (c for c in find(rendered["policies"], "ConfigMap") if "policy.yaml" in c["data"])
     policies = parse_policies(config["data"]["policy.yaml"])
     assert policies.default.classes == {"interactive": -10, "batch": 10}
@@ -90,7 +91,7 @@ def test_a_policy_arrives_as_it_was_written(rendered: dict[str, Objects]) -> Non
 
 
 @pytest.mark.parametrize("word", ["on", "y", "NO", "true", "null", "Null", "e1", "A.b-c_d"])
-def test_a_word_that_yaml_might_take_for_something_else_stays_a_word(word: str) -> None:
+def test_a_string_that_yaml_could_read_as_another_type_stays_a_string(word: str) -> None:
     values = {"policy": {"classes": {word: 1}, "default": word}, "policies": [{"name": "a", "selector": {"v": "1e3"}}]}
     (config,) = find(documents(template(values)), "ConfigMap")
     policies = parse_policies(config["data"]["policy.yaml"])
@@ -112,13 +113,13 @@ def test_every_pod_meets_pod_security_restricted(rendered: dict[str, Objects]) -
                 assert context["readOnlyRootFilesystem"] is True
 
 
-def test_no_pod_is_given_a_token_that_it_does_not_need(rendered: dict[str, Objects]) -> None:
+def test_no_pod_gets_a_token_that_it_does_not_need(rendered: dict[str, Objects]) -> None:
     for name, objects in rendered.items():
         spec = one(objects, "Deployment")["spec"]["template"]["spec"]
         assert spec["automountServiceAccountToken"] is (name.startswith("read-services") or name == "everything-set")
 
 
-def test_nothing_may_ask_the_api_unless_services_may_be_read(rendered: dict[str, Objects]) -> None:
+def test_nothing_has_access_to_the_api_unless_it_reads_services(rendered: dict[str, Objects]) -> None:
     kinds = {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"}
     for name, objects in rendered.items():
         roles = [document for document in objects if document["kind"] in kinds]
@@ -131,14 +132,16 @@ def test_nothing_may_ask_the_api_unless_services_may_be_read(rendered: dict[str,
 
 
 class TestWebhook:
-    def test_only_labelled_pods_are_looked_at_and_only_when_made(self, rendered: dict[str, Objects]) -> None:
+    def test_it_is_called_only_for_labelled_pods_and_only_when_they_are_created(
+        self, rendered: dict[str, Objects]
+    ) -> None:
         (webhook,) = one(rendered["default"], "MutatingWebhookConfiguration")["webhooks"]
         assert webhook["objectSelector"] == {"matchLabels": {"vllm-priority.io/inject": "true"}}
         assert [rule["operations"] for rule in webhook["rules"]] == [["CREATE"]]
         assert webhook["rules"][0]["resources"] == ["pods"]
         assert (webhook["sideEffects"], webhook["timeoutSeconds"], webhook["failurePolicy"]) == ("None", 5, "Ignore")
 
-    def test_kube_system_and_its_own_namespace_are_left_alone(self, rendered: dict[str, Objects]) -> None:
+    def test_kube_system_and_its_own_namespace_are_excluded(self, rendered: dict[str, Objects]) -> None:
         for name, objects in rendered.items():
             for configuration in find(objects, "MutatingWebhookConfiguration"):
                 (rule,) = configuration["webhooks"][0]["namespaceSelector"]["matchExpressions"]
@@ -146,12 +149,12 @@ class TestWebhook:
                 assert {"kube-system", NAMESPACE} <= set(rule["values"]), name
                 assert len(rule["values"]) == len(set(rule["values"])), name
 
-    def test_no_control_plane_waits_for_itself(self, rendered: dict[str, Objects]) -> None:
+    def test_the_control_plane_does_not_inject_its_own_pods(self, rendered: dict[str, Objects]) -> None:
         for objects in rendered.values():
             labels = one(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
             assert "vllm-priority.io/inject" not in labels
 
-    def test_it_reaches_the_port_that_the_pods_serve(self, rendered: dict[str, Objects]) -> None:
+    def test_it_uses_the_port_on_which_the_pods_listen(self, rendered: dict[str, Objects]) -> None:
         objects = rendered["default"]
         target = one(objects, "MutatingWebhookConfiguration")["webhooks"][0]["clientConfig"]["service"]
         service = one(objects, "Service")
@@ -163,19 +166,19 @@ class TestWebhook:
         labels = one(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
         assert service["spec"]["selector"].items() <= labels.items()
 
-    def test_without_it_there_is_no_certificate_either(self, rendered: dict[str, Objects]) -> None:
+    def test_without_it_there_is_no_certificate(self, rendered: dict[str, Objects]) -> None:
         objects = rendered["no-webhook"]
         assert not find(objects, "MutatingWebhookConfiguration") + find(objects, "Secret")
         assert "tls" not in str(one(objects, "Deployment")["spec"]["template"]["spec"])
 
-    def test_a_control_plane_outside_is_called_by_its_url(self, rendered: dict[str, Objects]) -> None:
+    def test_a_control_plane_outside_the_cluster_is_called_by_its_url(self, rendered: dict[str, Objects]) -> None:
         (webhook,) = one(rendered["outside"], "MutatingWebhookConfiguration")["webhooks"]
         assert webhook["clientConfig"]["url"] == "https://192.0.2.7:8443/inject"
         assert "service" not in webhook["clientConfig"]
 
 
 class TestCertificates:
-    def test_one_render_uses_one_certificate_throughout(self, rendered: dict[str, Objects]) -> None:
+    def test_all_objects_of_one_render_use_the_same_certificate(self, rendered: dict[str, Objects]) -> None:
         objects = rendered["default"]
         data = {key: base64.b64decode(value) for key, value in one(objects, "Secret")["data"].items()}
         (webhook,) = one(objects, "MutatingWebhookConfiguration")["webhooks"]
@@ -193,7 +196,7 @@ class TestCertificates:
             ("outside", [f"{RELEASE}.{NAMESPACE}.svc", f"{RELEASE}.{NAMESPACE}.svc.cluster.local", "192.0.2.7"]),
         ],
     )
-    def test_it_carries_the_names_by_which_it_is_called(
+    def test_it_has_the_names_by_which_the_api_server_calls_it(
         self, rendered: dict[str, Objects], name: str, expected: list[str]
     ) -> None:
         leaf = x509.load_pem_x509_certificate(base64.b64decode(one(rendered[name], "Secret")["data"]["tls.crt"]))
@@ -201,7 +204,7 @@ class TestCertificates:
         assert [str(entry.value) for entry in names] == expected
         assert isinstance(leaf.public_key(), ec.EllipticCurvePublicKey)
 
-    def test_pods_roll_when_it_changes(self) -> None:
+    def test_a_new_certificate_rolls_out_the_pods(self) -> None:
         checksums = {
             one(documents(template(values)), "Deployment")["spec"]["template"]["metadata"]["annotations"][
                 "checksum/certificate"
@@ -213,7 +216,7 @@ class TestCertificates:
         }
         assert len(checksums) == 2
 
-    def test_ones_own_secret_is_mounted_and_none_is_made(self, rendered: dict[str, Objects]) -> None:
+    def test_an_existing_secret_is_mounted_and_none_is_created(self, rendered: dict[str, Objects]) -> None:
         objects = rendered["own-secret"]
         assert not find(objects, "Secret")
         volumes = one(objects, "Deployment")["spec"]["template"]["spec"]["volumes"]
@@ -228,7 +231,7 @@ class TestCertificates:
             ("cert-manager-issuer", {"name": "company-ca", "kind": "ClusterIssuer", "group": "cert-manager.io"}),
         ],
     )
-    def test_cert_manager_makes_it_and_fills_in_the_ca(
+    def test_cert_manager_creates_it_and_inserts_the_ca(
         self, rendered: dict[str, Objects], name: str, issuer: dict[str, str]
     ) -> None:
         objects = rendered[name]
@@ -242,7 +245,7 @@ class TestCertificates:
         assert [v["secret"]["secretName"] for v in volumes if "secret" in v] == [certificate["spec"]["secretName"]]
 
 
-def test_newer_kinds_are_made_only_where_the_cluster_has_them(rendered: dict[str, Objects]) -> None:
+def test_newer_kinds_are_created_only_if_the_cluster_has_them(rendered: dict[str, Objects]) -> None:
     assert find(rendered["default"], "PodDisruptionBudget")
     assert not find(rendered["oldest"], "PodDisruptionBudget")
     assert find(rendered["monitors"], "ServiceMonitor")
@@ -251,14 +254,16 @@ def test_newer_kinds_are_made_only_where_the_cluster_has_them(rendered: dict[str
     assert not find(missing, "ServiceMonitor") + find(missing, "PodMonitor")
 
 
-def test_an_update_never_has_fewer_replicas_than_asked_for(rendered: dict[str, Objects]) -> None:
+def test_a_rollout_never_has_fewer_replicas_than_configured(rendered: dict[str, Objects]) -> None:
     spec = one(rendered["default"], "Deployment")["spec"]
     assert spec["replicas"] == 2
     assert spec["strategy"]["rollingUpdate"] == {"maxSurge": 1, "maxUnavailable": 0}
-    assert "preStop" in spec["template"]["spec"]["containers"][0]["lifecycle"]
+    pod = spec["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] > process.DRAIN_ACCEPT_SECONDS + process.DRAIN_SECONDS
+    assert "lifecycle" not in pod["containers"][0], "a preStop hook would delay the drain, which begins at SIGTERM"
 
 
-def test_a_single_replica_can_still_be_drained() -> None:
+def test_a_node_with_a_single_replica_can_be_drained() -> None:
     assert not find(documents(template({"replicas": 1})), "PodDisruptionBudget")
 
 
@@ -267,11 +272,11 @@ def test_a_single_replica_can_still_be_drained() -> None:
     [
         (
             {"certificates": {"source": "secret", "secretName": "s"}},
-            "certificates.secretName and certificates.caBundle",
+            "Set certificates.secretName and certificates.caBundle.",
         ),
         ({"certificates": {"secretName": "s"}}, "but the source is chart"),
-        ({"certificates": {"source": "cert-manager"}}, "install cert-manager first"),
-        ({"certificates": {"issuer": {"name": "i"}}}, "certificates.issuer is for"),
+        ({"certificates": {"source": "cert-manager"}}, "Install cert-manager first"),
+        ({"certificates": {"issuer": {"name": "i"}}}, "certificates.issuer has an effect only with"),
         (
             {
                 "webhook": {"enabled": False},
@@ -283,19 +288,19 @@ def test_a_single_replica_can_still_be_drained() -> None:
             {"webhook": {"enabled": False, "url": "https://h/inject"}},
             "webhook.url is set, but webhook.enabled is false",
         ),
-        ({"policyConfigMap": "mine", "policy": {"default": 1}}, "would be passed over"),
-        ({"policyConfigMap": "mine", "policies": [{"name": "a", "selector": {}}]}, "would be passed over"),
+        ({"policyConfigMap": "mine", "policy": {"default": 1}}, "would be ignored"),
+        ({"policyConfigMap": "mine", "policies": [{"name": "a", "selector": {}}]}, "would be ignored"),
         ({"readServicesNamespaces": ["ml"]}, "but readServices is false"),
-        ({"readServices": True, "serviceAccount": {"create": False}}, "would let every pod of the namespace"),
-        ({"sidecar": {"numericServices": "redirect"}}, "cannot see what a Service targets"),
+        ({"readServices": True, "serviceAccount": {"create": False}}, "every pod of the namespace could read Services"),
+        ({"sidecar": {"numericServices": "redirect"}}, "knows the ports of Services only with readServices"),
         (
             {"readServices": True, "sidecar": {"numericServices": "redirect", "runAsUser": None}},
-            "a redirect exempts the sidecar by its user",
+            "the redirect needs the user id",
         ),
-        ({"podLabels": {"vllm-priority.io/inject": "true"}}, "would wait for itself"),
+        ({"podLabels": {"vllm-priority.io/inject": "true"}}, "would have to inject its own pods"),
     ],
 )
-def test_a_contradiction_fails_with_a_sentence(values: dict[str, Any], sentence: str) -> None:
+def test_a_contradiction_fails_with_a_message(values: dict[str, Any], sentence: str) -> None:
     with pytest.raises(HelmError, match=re.escape(sentence)):
         template(values)
 
@@ -318,7 +323,7 @@ def test_a_contradiction_fails_with_a_sentence(values: dict[str, Any], sentence:
         ({"policies": [{"name": "a", "selector": {}, "policy": {"n": 1}}]}, "/policies/0/policy", "'n' not allowed"),
     ],
 )
-def test_a_wrong_value_is_named(values: dict[str, Any], where: str, what: str) -> None:
+def test_the_message_names_a_wrong_value(values: dict[str, Any], where: str, what: str) -> None:
     with pytest.raises(HelmError) as error:
         template(values)
     assert f"at '{where}'" in str(error.value)
@@ -326,13 +331,13 @@ def test_a_wrong_value_is_named(values: dict[str, Any], where: str, what: str) -
 
 
 @pytest.mark.parametrize("value", [2**53, -(2**53), 2**63 - 1, -(2**63)])
-def test_a_number_that_helm_would_change_is_refused(value: int) -> None:
+def test_a_number_that_helm_would_change_is_rejected(value: int) -> None:
     with pytest.raises(HelmError, match="imum: got"):
         template({"policy": {"range": {"min": value}}})
 
 
 @pytest.mark.parametrize("value", [2**53 - 1, -(2**53) + 1, 1000000, 10**15])
-def test_a_number_that_helm_takes_arrives_unchanged(value: int) -> None:
+def test_a_number_that_helm_keeps_arrives_unchanged(value: int) -> None:
     (config,) = find(documents(template({"policy": {"default": value}})), "ConfigMap")
     assert parse_policies(config["data"]["policy.yaml"]).default.default == value
 
@@ -349,7 +354,7 @@ def test_every_value_has_a_comment() -> None:
     assert set(paths(yaml.safe_load((CHART / "values.yaml").read_text()))) == commented
 
 
-def test_the_test_pod_runs_the_script_as_it_is(rendered: dict[str, Objects]) -> None:
+def test_the_test_pod_runs_the_unchanged_script(rendered: dict[str, Objects]) -> None:
     container = one(rendered["default"], "Pod")["spec"]["containers"][0]
     script = container["args"][0]
     assert script.strip() == (CHART / "files" / "connection_test.py").read_text().strip()
@@ -374,11 +379,11 @@ def test_the_packaged_chart_renders_the_same(tmp_path: Path) -> None:
         ({}, ["helm test", "vllm-priority.io/inject", "start WITHOUT a sidecar"], ["older than 1.21", "No Pod"]),
         ({"webhook": {"failurePolicy": "Fail"}}, [], ["start WITHOUT", "With one replica"]),
         ({"webhook": {"failurePolicy": "Fail"}, "replicas": 1}, ["With one replica"], []),
-        ({"webhook": {"enabled": False}}, ["vllm-priority inject -f"], ["kubectl patch", "injects"]),
-        ({"monitoring": {"podMonitor": True}}, ["No PodMonitor was made"], ["No ServiceMonitor"]),
+        ({"webhook": {"enabled": False}}, ["vllm-priority inject -f"], ["kubectl patch", "injects sidecars"]),
+        ({"monitoring": {"podMonitor": True}}, ["No PodMonitor was created"], ["No ServiceMonitor"]),
     ],
 )
-def test_the_notes_say_what_comes_next(values: dict[str, Any], there: list[str], not_there: list[str]) -> None:
+def test_the_notes_name_the_next_steps(values: dict[str, Any], there: list[str], not_there: list[str]) -> None:
     notes = install_notes(values)
     assert [text for text in there if text not in notes] == []
     assert [text for text in not_there if text in notes] == []
@@ -391,7 +396,7 @@ def install_notes(values: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_program_takes_the_arguments_that_the_chart_gives_it(rendered: dict[str, Objects], name: str) -> None:
+def test_the_program_accepts_the_arguments_of_the_chart(rendered: dict[str, Objects], name: str) -> None:
     command, *arguments = one(rendered[name], "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"]
     options = cli.commands[command].make_context(command, list(arguments)).params
     settings = injector_settings(options)

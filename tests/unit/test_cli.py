@@ -344,14 +344,14 @@ URL = "is not a valid server URL. Use the root URL of a server, for example http
         ),
         (
             ["serve", "--policy", "ok.yaml", "--listen", "{taken}", "--tls-listen", "127.0.0.1:8443"],
-            "--tls-listen: nothing is served there; allowed: with --tls-cert and --tls-key",
+            "--tls-listen: not used without a certificate. Set a certificate and its key too.",
         ),
         (
             ["serve", "--policy", "ok.yaml", "--listen", "{taken}", "--numeric-services", "redirect"],
-            "--numeric-services: 'redirect' needs to know the Services. Use it with --read-services.",
+            "--numeric-services: 'redirect' works only if the control plane can read Services.",
         ),
-        (["serve", "--policy", "ok.yaml", "--tls-cert", "text"], "--tls-cert and --tls-key go together; allowed: both"),
-        (["serve", "--policy", "ok.yaml", "--tls-key", "text"], "--tls-cert and --tls-key go together"),
+        (["serve", "--policy", "ok.yaml", "--tls-cert", "text"], "--tls-key: not set. TLS needs both"),
+        (["serve", "--policy", "ok.yaml", "--tls-key", "text"], "--tls-cert: not set. TLS needs both"),
     ],
 )  # fmt: skip
 def test_a_wrong_use_is_refused(
@@ -527,17 +527,17 @@ def _command(arguments: Sequence[str], folder: Path, **environment: str) -> Outc
         (["--policy", "unknown.yaml"], "unknown.yaml: defualt: unknown key; allowed: "),
         (
             ["--policy", "ok.yaml", "--listen", "{taken}"],
-            "--listen: cannot listen on {taken}: Address already in use; allowed: a free address of this machine",
+            "--listen: cannot listen on {taken}: Address already in use. Use a free address of this machine.",
         ),
         (
             ["--policy", "ok.yaml", "--listen", "192.0.2.1:8080"],
-            "--listen: cannot listen on 192.0.2.1:8080: Cannot assign requested address; allowed: a free address",
+            "--listen: cannot listen on 192.0.2.1:8080: Cannot assign requested address. Use a free address",
         ),
         (
             ["--policy", "ok.yaml", "--tls-cert", "tls.crt", "--tls-key", "tls.key", "--tls-listen", "{taken}"],
-            "--tls-listen: cannot listen on {taken}: Address already in use; allowed: a free address of this machine",
+            "--tls-listen: cannot listen on {taken}: Address already in use. Use a free address of this machine.",
         ),
-        (["--policy", "ok.yaml", "--tls-cert", "text", "--tls-key", "text"], "text: cannot be read: no certificate in"),
+        (["--policy", "ok.yaml", "--tls-cert", "text", "--tls-key", "text"], "text: cannot be read: not a certificate"),
         (["--policy", "ok.yaml", "--tls-cert", "none", "--tls-key", "none"], "none: cannot be read: No such file or"),
     ],
 )  # fmt: skip

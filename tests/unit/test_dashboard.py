@@ -1,4 +1,4 @@
-"""The dashboard asks for metrics that there are."""
+"""The dashboard queries only metrics that exist."""
 
 import json
 import re
@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from control_plane.app import ServeSettings, create_app
 from control_plane.render import OUTCOMES
+from control_plane.server.app import create_app
+from control_plane.server.settings import ServeSettings
 from tests.golden.dashboard import LOST, REFUSED, dashboard
 from tests.pem import write_pair
 
@@ -24,7 +25,9 @@ def expressions(panels: list[dict[str, Any]]) -> list[str]:
     return [target["expr"] for panel in panels for target in panel["targets"]]
 
 
-def test_the_control_plane_has_every_metric_that_is_asked_for(panels: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_the_control_plane_has_every_metric_that_the_dashboard_queries(
+    panels: list[dict[str, Any]], tmp_path: Path
+) -> None:
     (tmp_path / "policy.yaml").write_text("{}")
     cert, key = write_pair(tmp_path)
     client = TestClient(create_app(ServeSettings(tmp_path / "policy.yaml", tls_cert=cert, tls_key=key)))
@@ -40,7 +43,7 @@ def test_every_outcome_is_shown(panels: list[dict[str, Any]]) -> None:
     assert {*REFUSED, *LOST} <= set(OUTCOMES)
 
 
-def test_panels_do_not_overlap_and_fit(panels: list[dict[str, Any]]) -> None:
+def test_panels_fit_and_do_not_overlap(panels: list[dict[str, Any]]) -> None:
     taken: set[tuple[int, int]] = set()
     for panel in panels:
         at = panel["gridPos"]
@@ -50,5 +53,5 @@ def test_panels_do_not_overlap_and_fit(panels: list[dict[str, Any]]) -> None:
         taken |= cells
 
 
-def test_numbers_and_names_are_unique(panels: list[dict[str, Any]]) -> None:
+def test_ids_and_titles_are_unique(panels: list[dict[str, Any]]) -> None:
     assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)

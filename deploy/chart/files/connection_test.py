@@ -1,4 +1,4 @@
-"""What `helm test` runs in the cluster: the control plane is ready, serves a policy, and injects a sidecar."""
+"""The script of `helm test`: it checks that the control plane is ready, serves a policy, and injects a sidecar."""
 
 import base64
 import json
@@ -10,11 +10,11 @@ import urllib.request
 
 
 def ask(url, body=None, context=None):
-    """The parsed answer to a GET, or to a POST of `body` as JSON."""
+    """Return the parsed response to a GET, or to a POST of `body` as JSON."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=10, context=context) as answer:
-        text = answer.read()
+    with urllib.request.urlopen(request, timeout=10, context=context) as response:
+        text = response.read()
     try:
         return json.loads(text)
     except ValueError:
@@ -27,10 +27,11 @@ def check_ready(base):
 
 def check_policy(base):
     kind = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig"
-    node = {"id": "helm-test", "metadata": {"role": "render", "listen": "0.0.0.0:18000", "upstream": "127.0.0.1:8000"}}
-    answer = ask(f"{base}/v3/discovery:extension_configs", {"node": node, "type_url": kind})
-    if not (answer["version_info"] and answer["resources"]):
-        raise ValueError(f"no policy in {answer}")
+    # The control plane does not list a probe as a sidecar.
+    node = {"id": "helm-test", "metadata": {"role": "render", "probe": True}}
+    response = ask(f"{base}/v3/discovery:extension_configs", {"node": node, "type_url": kind})
+    if not (response["version_info"] and response["resources"]):
+        raise ValueError(f"the response has no policy: {response}")
 
 
 def check_injection(url, context):
@@ -62,10 +63,10 @@ def check_injection(url, context):
             "object": pod,
         },
     }
-    answer = ask(url, review, context)["response"]
-    patch = json.loads(base64.b64decode(answer.get("patch", "W10=")))
-    if not (answer["allowed"] and any("vllm-priority" in json.dumps(step) for step in patch)):
-        raise ValueError(f"no sidecar in {answer}")
+    response = ask(url, review, context)["response"]
+    patch = json.loads(base64.b64decode(response.get("patch", "W10=")))
+    if not (response["allowed"] and any("vllm-priority" in json.dumps(step) for step in patch)):
+        raise ValueError(f"the response does not inject a sidecar: {response}")
 
 
 def main():

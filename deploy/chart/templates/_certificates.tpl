@@ -2,7 +2,7 @@
 {{- .Values.certificates.secretName | default (printf "%s-tls" (include "vllm-priority.fullname" .)) -}}
 {{- end -}}
 
-{{/* The names that the certificate must carry: the Service's, and the host of webhook.url. */}}
+{{/* The names in the certificate: those of the Service, and the host of webhook.url. */}}
 {{- define "vllm-priority.certificateNames" -}}
 {{- $service := printf "%s.%s.svc" (include "vllm-priority.fullname" .) .Release.Namespace -}}
 {{- $names := list $service (printf "%s.cluster.local" $service) -}}
@@ -19,11 +19,11 @@
 {{/*
 The chart's own certificate, as JSON: ca, cert and key (PEM), names, renewAfter (seconds since 1970).
 
-It is made once and then read back from its Secret, until a name changes or its last tenth has begun. A CA that
-follows another is trusted beside it, so that pods with the old certificate are believed until they have rolled.
-lookup finds nothing in `helm template` and dry runs on the client: there it is a new one at every run, and the
-checksum in the pods' annotations makes them roll. One run must use one certificate throughout, and a template
-cannot hand a value to another but by the values: hence the set at the end.
+The chart creates it once and reads it back from its Secret, until a name changes or the last tenth of its validity has
+begun. A new CA is trusted together with the previous one, so that pods with the old certificate work until they have
+been replaced. In `helm template` and in dry runs on the client, lookup finds nothing: each run creates a new certificate,
+and the checksum in the pods' annotations rolls them out. All templates of one run must use the same certificate, and
+templates can share a value only through .Values, so it is stored there at the end.
 */}}
 {{- define "vllm-priority.certificate" -}}
 {{- if not (hasKey .Values "madeCertificate") -}}
@@ -62,7 +62,7 @@ cannot hand a value to another but by the values: hence the set at the end.
 {{- .Values.madeCertificate -}}
 {{- end -}}
 
-{{/* PEM of what the API server is to trust; empty where cert-manager fills it in. */}}
+{{/* The CA that the API server must trust, in PEM. It is empty if cert-manager inserts it. */}}
 {{- define "vllm-priority.caBundle" -}}
 {{- if eq .Values.certificates.source "chart" -}}
 {{- (include "vllm-priority.certificate" . | fromJson).ca -}}

@@ -64,7 +64,7 @@ seccompProfile:
   type: RuntimeDefault
 {{- end -}}
 
-{{/* How the injector is set up. Where sidecars get their policy: the Service, unless the control plane is outside. */}}
+{{/* The options of the injector. Sidecars get their policy from the chart's Service. */}}
 {{- define "vllm-priority.injectorArguments" -}}
 - --control-plane={{ include "vllm-priority.fullname" . }}.{{ .Release.Namespace }}.svc:8080
 - --own-namespace={{ .Release.Namespace }}

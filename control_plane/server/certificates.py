@@ -1,4 +1,4 @@
-"""TLS for the webhook, from a certificate and a key that are replaced in place while it serves."""
+"""TLS for the webhook, with a certificate and a key that can be replaced while the control plane runs."""
 
 import ssl
 from datetime import UTC, datetime
@@ -11,22 +11,25 @@ from control_plane.errors import BadInput
 
 
 class Certificate:
-    """A certificate and its key, in PEM. New connections get what the files held when they were last looked at."""
+    """A certificate and its key, in PEM. New connections use the last valid pair that the files held."""
 
     def __init__(self, cert: Path, key: Path) -> None:
-        """BadInput where the files hold no certificate and its key. An expired one is served, and `problem` says so."""
+        """Load both files. BadInput where they are not a certificate and its key.
+
+        An expired certificate is served too, and `problem` reports it.
+        """
         self.cert = cert
         self.key = key
         self._unusable: str | None = None
         self._content = self._read()
         self._current, self._leaf = self._load()
-        # What is handed to the listener, once: each handshake then moves to the current context, as a whole. Loading a
-        # new pair into a live context would leave it with a certificate and another's key in between.
+        # The listener keeps this context, and each handshake switches to the current one. Loading a new pair into a
+        # context in use would leave it for a moment with a certificate and the key of another one.
         self.context = self._current
         self.context.sni_callback = self._use_current
 
     def reload(self) -> bool | None:
-        """Look at the files: True where a new pair was loaded, False where it was refused, None where none came."""
+        """Read the files again: True if a new pair was loaded, False if it was rejected, None if nothing changed."""
         try:
             content = self._read()
             if content == self._content:
@@ -41,16 +44,16 @@ class Certificate:
 
     @property
     def expires(self) -> datetime:
-        """End of the validity of the certificate that is served."""
+        """The end of the served certificate's validity."""
         return self._leaf.not_valid_after_utc
 
     @property
     def problem(self) -> str | None:
-        """What is wrong, in one line; None where nothing is."""
+        """The problem with the certificate or its files in one line, or None."""
         now, begins, ends = datetime.now(UTC), self._leaf.not_valid_before_utc, self.expires
         problems = [self._unusable] if self._unusable else []
         if now > ends:
-            problems.append(f"{self.cert}: the certificate expired on {ends:%Y-%m-%d %H:%M} UTC; next: renew it there")
+            problems.append(f"{self.cert}: the certificate expired on {ends:%Y-%m-%d %H:%M} UTC. Renew it.")
         elif now < begins:
             problems.append(f"{self.cert}: the certificate is not valid before {begins:%Y-%m-%d %H:%M} UTC")
         elif self._unusable:
@@ -66,24 +69,23 @@ class Certificate:
             try:
                 digest.update(path.read_bytes())
             except OSError as error:
-                raise BadInput(f"{path}: cannot be read: {error.strerror}; allowed: a PEM file") from None
+                raise BadInput(f"{path}: cannot be read: {error.strerror}. Use a file in PEM format.") from None
         return digest.digest()
 
     def _load(self) -> tuple[ssl.SSLContext, x509.Certificate]:
         try:
             leaf = x509.load_pem_x509_certificates(self.cert.read_bytes())[0]
         except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or "no certificate in PEM"
+            reason = getattr(error, "strerror", None) or "not a certificate in PEM format"
             raise BadInput(f"{self.cert}: cannot be read: {reason}") from None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
         try:
-            # Without a password of its own, OpenSSL would ask the terminal for the one of an encrypted key.
+            # Without this password, OpenSSL would ask for the one of an encrypted key on the terminal.
             context.load_cert_chain(self.cert, self.key, password=lambda: "")
         except (OSError, ValueError) as error:
-            reason = (
-                "not the key of the certificate" if "MISMATCH" in str(error) else "no key in PEM without a password"
-            )
+            mismatch = "MISMATCH" in str(error)
+            reason = "not the key of the certificate" if mismatch else "not a key in PEM format without a password"
             raise BadInput(f"{self.key}: cannot be used: {reason}") from None
         return context, leaf

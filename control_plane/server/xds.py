@@ -1,0 +1,134 @@
+"""Policy discovery: policies and a resource key -> the resources, and the hash of their content as the version.
+
+The control plane speaks REST xDS v3 in JSON (Envoy docs, "xDS REST and gRPC protocol"). Envoy posts a discovery request
+every few seconds, and expects 200 with resources, or 304. No response depends on state that is kept here: every replica
+and every process gives the same response to the same request and the same policies.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Any, Literal
+
+from control_plane import render
+from control_plane.policy import ROLES, Policies, Policy, Role
+from control_plane.render import FILTER_NAME, ManagedEnvoy, Placement, Resource
+from control_plane.server.bounded_cache import BoundedCache
+from control_plane.server.discovery_request import TYPE_URLS, DiscoveryClient, ResourceKey, shown
+
+State = Literal["found", "not_modified", "not_found"]
+
+
+def _extension_configs(policy: Policy, key: ResourceKey) -> list[Resource]:
+    envoy = ManagedEnvoy(key.report_header)
+    return [{"name": FILTER_NAME, "typed_config": render.filter_config(policy, key.role, envoy)}]
+
+
+def _listeners(policy: Policy, key: ResourceKey) -> list[Resource]:
+    return render.listeners(policy, _placement(key))
+
+
+def _clusters(policy: Policy, key: ResourceKey) -> list[Resource]:
+    return render.clusters(policy, _placement(key))
+
+
+def _placement(key: ResourceKey) -> Placement:
+    return Placement(
+        key.role,
+        key.listen or render.DEFAULT_LISTEN[key.role],
+        key.upstream or render.DEFAULT_UPSTREAM[key.role],
+        render.DEFAULT_ADMIN[key.role],
+    )
+
+
+_RESOURCES: Mapping[str, Callable[[Policy, ResourceKey], list[Resource]]] = {
+    "extension_configs": _extension_configs,
+    "listeners": _listeners,
+    "clusters": _clusters,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class DiscoveryResponse:
+    """A response: `body` is an encoded DiscoveryResponse if found, `reason` says why if not found."""
+
+    state: State
+    version: str = ""
+    body: bytes = b""
+    reason: str = ""
+
+
+_NOT_MODIFIED = DiscoveryResponse("not_modified")
+
+
+class Snapshot:
+    """The responses for one set of policies. Caches what it rendered, within bounds."""
+
+    def __init__(self, policies: Policies) -> None:
+        """Render each policy's filter for each role, so that a policy that cannot be rendered fails here, not later."""
+        self.policies = policies
+        self._responses: BoundedCache[ResourceKey, DiscoveryResponse] = BoundedCache(25_000)
+        self._rendered: BoundedCache[tuple[object, ...], DiscoveryResponse] = BoundedCache(500)
+        for name, policy in policies.by_name.items():
+            for role in ROLES:
+                self._respond(_bootstrap_key(policy, name, role))
+
+    def respond(self, client: DiscoveryClient, version: str) -> DiscoveryResponse:
+        """Return the response for a client that has `version`."""
+        current = self.current(client)
+        return _NOT_MODIFIED if current.version == version and current.state == "found" else current
+
+    def current(self, client: DiscoveryClient) -> DiscoveryResponse:
+        """Return the response for a client that has no version yet."""
+        if client.key is None:
+            return DiscoveryResponse("not_found", reason=client.reason)
+        return self._cached(client.key)
+
+    def version(self, name: str, policy: Policy, role: Role) -> str:
+        """Return the version of a policy's filter configuration, for a sidecar whose bootstrap has that policy."""
+        return self._cached(_bootstrap_key(policy, name, role)).version
+
+    def versions(self) -> list[str]:
+        """Return the versions of everything that was rendered so far."""
+        return [response.version for response in self._rendered.values()]
+
+    def _cached(self, key: ResourceKey) -> DiscoveryResponse:
+        cached = self._responses.get(key)
+        return self._respond(key) if cached is None else cached
+
+    def _respond(self, key: ResourceKey) -> DiscoveryResponse:
+        policy = self.policies.choose(dict(key.labels), key.policy_name)
+        if policy is None:
+            names = ", ".join(self.policies.by_name)
+            response = DiscoveryResponse(
+                "not_found",
+                reason=f"node.metadata.policy: {shown(key.policy_name)} is not a known policy. Use one of: {names}.",
+            )
+        else:
+            # The identity of the policy is enough, because the policies live as long as this snapshot.
+            content = key.type_name, key.role, id(policy), key.listen, key.upstream, key.report_header
+            rendered = self._rendered.get(content)
+            if rendered is None:
+                rendered = _render(key, policy)
+                self._rendered.add(content, rendered)
+            response = rendered
+        self._responses.add(key, response)
+        return response
+
+
+def _bootstrap_key(policy: Policy, name: str, role: Role) -> ResourceKey:
+    """Return the key of a sidecar whose bootstrap was rendered from this policy."""
+    return ResourceKey("extension_configs", role, name, (), None, None, ManagedEnvoy.of(policy).report_header)
+
+
+def _render(key: ResourceKey, policy: Policy) -> DiscoveryResponse:
+    type_url = TYPE_URLS[key.type_name]
+    resources = [{"@type": type_url, **resource} for resource in _RESOURCES[key.type_name](policy, key)]
+    version = sha256(_json(resources)).hexdigest()[:16]
+    body = _json({"version_info": version, "resources": resources, "type_url": type_url})
+    return DiscoveryResponse("found", version, body)
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
