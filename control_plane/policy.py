@@ -191,6 +191,14 @@ class Policy(_Model):
             if not bounds.contains(default):
                 raise ValueError(f"default: {default} is outside range; allowed: a value within range")
             self._check_negatable("default", default)
+        for path in self.routes.extra:
+            for known in sorted(RESPONSE_ROUTES | READS_HEADER | REFUSES_MEMBER):
+                if path != known and path.endswith(known):
+                    prefix = path.removesuffix(known)
+                    raise ValueError(
+                        f"routes.extra: {path} is vLLM's {known} below {prefix}, and would be edited as another route. "
+                        f"Use routes.root_path: {prefix}"
+                    )
         for key, paths in (
             ("render", self.routes.for_role("render")),
             ("engine", self.routes.for_role("engine")),

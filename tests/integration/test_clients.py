@@ -3,6 +3,8 @@
 Raw sockets throughout, since an ordinary client library would not send most of it.
 """
 
+import http.client
+import io
 import json
 import re
 import threading
@@ -548,3 +550,42 @@ def test_a_page_can_read_that_the_server_is_away(
     answer = call(away.address, target, BODY, *([ORIGIN] if page else []))
     assert answer.status == 503
     assert answer.header("access-control-allow-origin") == ("*" if page else None)
+
+
+class _Slow(io.RawIOBase):
+    """A body of 10 MB that a client sends in pieces, so that it is still sending when it is rejected."""
+
+    def __init__(self) -> None:
+        self._left = 10_000_000
+
+    def readable(self) -> bool:
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        size = min(size, self._left, 65_536) if size >= 0 else self._left
+        self._left -= size
+        time.sleep(0.0005)
+        return b"x" * size
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"X-Vllm-Priority": "high", "Content-Type": "application/json"}, 400),
+        ({"X-Vllm-Priority": "5", "Content-Type": "text/plain"}, 415),
+        ({"X-Vllm-Priority": "5", "Content-Type": "application/json", "Content-Encoding": "gzip"}, 415),
+    ],
+)
+@pytest.mark.parametrize("chunked", [False, True], ids=["length", "chunked"])
+def test_a_client_that_is_still_sending_can_read_its_rejection(
+    front: RunningSidecar, upstream: RecordingUpstream, headers: dict[str, str], status: int, chunked: bool
+) -> None:
+    """Envoy closes a connection on which it responds early, and http.client then sees a reset and no response."""
+    connection = http.client.HTTPConnection(front.address.host, front.address.port, timeout=WAIT)
+    framing = {} if chunked else {"Content-Length": "10000000"}
+    connection.request("POST", RENDER, _Slow(), {**headers, **framing}, encode_chunked=chunked)
+    response = connection.getresponse()
+    assert response.status == status
+    assert json.loads(response.read())["error"]["code"] == status
+    assert upstream.requests == []
+    connection.close()

@@ -198,6 +198,15 @@ def test_a_wrong_value_is_named_with_what_is_allowed(text: str, message: str) ->
         ("on: x", f"True: unknown key; allowed: {KEYS}, policies"),
         ("range: {mn: 1}", "range.mn: unknown key; allowed: min, max, outside"),
         ("range: {5: 1}", "range.5: unknown key; allowed: min, max, outside"),
+        (
+            "routes: {extra: [/llm/v1/messages/render]}",
+            "routes.extra: /llm/v1/messages/render is vLLM's /v1/messages/render below /llm, and would be edited as"
+            " another route. Use routes.root_path: /llm",
+        ),
+        (
+            "routes: {root_path: llm}",
+            "routes.root_path: 'llm' is not allowed; allowed: a path that starts with / and does not end with /",
+        ),
         ("routes: {decode: []}", "routes.decode: unknown key; allowed: render, engine, extra, root_path"),
         ("limits: {max: 1}", "limits.max: unknown key; allowed: max_body_bytes"),
         ("policies: [{name: a, selector: {}, x: 1}]", "policies[0].x: unknown key; allowed: name, selector, policy"),

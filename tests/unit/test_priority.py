@@ -5,6 +5,9 @@ from typing import Any
 
 import lupa.luajit21 as luajit
 import pytest
+from fastapi import FastAPI
+from fastapi.responses import PlainTextResponse
+from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -281,6 +284,48 @@ CHAT, MESSAGES = "/v1/chat/completions/render", "/v1/messages/render"
 )
 def test_a_route_is_matched_as_starlette_does(target: str, edited: bytes | bool) -> None:
     assert _priority[b"router"](lua_settings())(target.encode()) == edited
+
+
+TARGETS = [
+    *(
+        path + end
+        for path in (CHAT, MESSAGES, "/inference/v1/generate")
+        for end in ("", "?x=1", "/", "%0a", "%20", "x")
+    ),
+    "/v1/chat/completions%2Frender",
+    "/v1/chat/completions/%72ender",
+    "/V1/chat/completions/render",
+    "//v1/responses/render",
+    "/llm/v1/messages/render",
+    "/llm/v1/chat/completions/render",
+    "/llm%2Fv1/responses/render",
+    "/llmx/v1/responses/render",
+    "/llm/llm/v1/responses/render",
+    "/llm",
+    "/",
+    "/llm/",
+    "/x/v1/responses/render",
+]
+
+
+@pytest.mark.parametrize("root_path", ["", "/llm", "/a/llm"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_route_table_agrees_with_starlettes_own_matching(target: str, root_path: str) -> None:
+    """vLLM sets the root path on its FastAPI app: a path is served with and without that prefix."""
+    policy = f"routes: {{root_path: {root_path}}}" if root_path else "{}"
+    routes = parse_policies(policy).default.routes
+    app = FastAPI(root_path=root_path)
+    for path in routes.for_role("engine"):
+        app.post(path)(lambda path=path: PlainTextResponse(path))
+    with TestClient(app) as client:
+        served = client.post(target, follow_redirects=False)
+    edited = _priority[b"router"](lua_settings(policy))(target.encode())
+    if "%0a" in target:
+        assert edited == b"control character", "Starlette's $ matches before a final newline"
+    elif served.status_code == 200:
+        assert edited == (b"response" if served.text == MESSAGES else b"request")
+    else:
+        assert edited is False
 
 
 def test_a_request_without_a_target_is_no_route() -> None:
