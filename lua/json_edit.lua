@@ -26,6 +26,9 @@ local MAX_FOUND, MAX_VALUE = 256, 4096
 -- reported; a longer one would have to be remembered.
 local MIN_LAZY, MAX_LAZY = 16384, 1048576
 
+-- The most bytes of old values that are put back into a malformed text. With more, it keeps the new values.
+local MAX_UNDO = 65536
+
 local BYTE_ORDER_MARK, CLOSE_OBJECT, OPEN_OBJECT = "\239\187\191", 125, 123
 
 -- A new editor.
@@ -49,6 +52,7 @@ function json_edit.new(name, text, length, keep, in_list)
     outcome = nil, -- "inserted" or "replaced"
     failed = nil, -- see finish()
     undo = nil, -- patches that take back what was changed
+    undo_bytes = 0, -- of the old values in them
     late = nil, -- a patch that inserts the member into a piece that has already passed
   }
 end
@@ -115,6 +119,7 @@ local function edit(editor, s)
   editor.outcome = outcome
   for index = 1, #undo do
     editor.undo = editor.undo or {}
+    editor.undo_bytes = editor.undo_bytes + #undo[index].text
     editor.undo[#editor.undo + 1] = undo[index]
   end
   editor.value = start and held .. sub(s, start)
@@ -248,7 +253,7 @@ end
 -- is whatever had been changed before the fault was found.
 function json_edit.patches(editor)
   if editor.failed then
-    return editor.undo
+    return editor.undo_bytes <= MAX_UNDO and editor.undo or nil
   end
   return editor.late and { editor.late }
 end

@@ -53,6 +53,7 @@ function json_scan.new(name, in_list)
     escaped = nil, -- true: inside a string, and the next byte follows an odd number of backslashes
     depth = nil, -- of the nested value; nil outside one
     in_string = nil, -- inside a string of the nested value
+    near = nil, -- the next brackets of this piece: else each of its nested values would search to its end
     key = nil, -- the part of a key that came with earlier pieces
     target = nil, -- true: the current value is the member's
     found = 0, -- members of that name in this object
@@ -99,14 +100,14 @@ local function depth_after(s, i, stop, depth, near)
     local close = close_list < close_object and close_list or close_object
     local open = open_list < open_object and open_list or open_object
     local bracket = close < open and close or open
-    if bracket >= stop then
+    if bracket >= stop or depth + (close < open and -1 or 1) == 0 then
       near[1], near[2], near[3], near[4] = open_object, open_list, close_object, close_list
-      return depth
-    end
-    depth = depth + (close < open and -1 or 1)
-    if depth == 0 then
+      if bracket >= stop then
+        return depth
+      end
       return 0, close
     end
+    depth = depth + (close < open and -1 or 1)
     i = bracket + 1
   end
 end
@@ -151,7 +152,7 @@ end
 -- JIT: one turn of the loop is one quote, and its usual ways have no loop and few branches: this is where the time of a
 -- large chat goes.
 local function nested_end(scanner, s, i)
-  local depth, in_string, near = scanner.depth, scanner.in_string, nil
+  local depth, in_string, near = scanner.depth, scanner.in_string, scanner.near
   local first = i
   if scanner.escaped and i <= #s then
     first = i + 1
@@ -177,6 +178,7 @@ local function nested_end(scanner, s, i)
         at = depth == 0 and i or nil
       elseif gap > NEAR then
         near = near or { 0, 0, 0, 0 }
+        scanner.near = near
         depth, at = depth_after(s, i, stop, depth, near)
       elseif gap > 0 then
         depth, at = depth_after_few(s, i, stop, depth)
@@ -250,6 +252,9 @@ end
 --
 -- Call it until it returns nil, and then with the next piece and position 1.
 function json_scan.next(scanner, s, i)
+  if i == 1 then
+    scanner.near = nil -- a new piece
+  end
   if scanner.state == START then
     i = begin(scanner, s)
   end
@@ -395,6 +400,9 @@ local lenient, too_deep = false, false
 -- Whether the bytes between two quotes are a string. What is valid is replaced by a blank, so that no two parts of it
 -- can join into something else.
 local function is_string(text)
+  if not find(text, '[%z\1-\31\\"\128-\255]') then
+    return true
+  end
   for _, pattern in ipairs(ESCAPES_AND_UTF8) do
     text = gsub(text, pattern, " ")
   end

@@ -190,7 +190,8 @@ _TYPES_OF_JSON = {
 def _first_problem(error: ValidationError) -> str:
     problem = error.errors(include_url=False, include_context=True)[0]
     # pydantic adds the member of a union to the path of an error, which is not a field of the request.
-    where = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("constrained-"))
+    parts = (str(part) for part in problem["loc"] if not str(part).startswith("constrained-"))
+    where = ".".join(part if re.fullmatch(r"[\w.-]{1,63}", part) else shown(part) for part in parts)
     if problem["type"] == "json_invalid":
         return f"malformed JSON: {problem['ctx']['error']}"
     if problem["type"] == "missing":

@@ -118,7 +118,7 @@ def test_gzip_body_is_refused_by_vllm_and_named_by_the_sidecar(
     assert same(client.post(render_sidecar_url + CHAT, content=content, headers=headers)) == same(straight)
     named = client.post(render_sidecar_url + CHAT, content=content, headers={**headers, **HEADER})
     assert said(named) == (415, "x-vllm-priority")
-    assert named.headers[APPLIED] == "none; outcome=encoded"
+    assert named.headers[APPLIED] == "none; outcome=unsupported_encoding"
 
 
 @pytest.mark.parametrize(

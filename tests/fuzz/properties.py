@@ -89,7 +89,8 @@ def is_wide(body: bytes) -> bool:
 def _may_reject(body: bytes, status: int, is_default: bool) -> bool:
     if status == 415:
         # A zero byte or half a UTF-16 byte-order mark is close enough where no reader accepts the body anyway.
-        looks_wide = any(code in body[:4] for code in b"\x00\xfe\xff") and not any(accepts(n, body) for n in READERS)
+        start = body.removeprefix(b"\xef\xbb\xbf").lstrip(b" \t\r\n")[:4]
+        looks_wide = any(code in start for code in b"\x00\xfe\xff") and not any(accepts(n, body) for n in READERS)
         return (is_wide(body) or looks_wide) and not is_default
     if status != 400:
         return False
@@ -106,6 +107,12 @@ def _may_reject(body: bytes, status: int, is_default: bool) -> bool:
 
 # What a reader of JSON may or may not accept: NaN, Infinity, surrogates (also as bytes).
 _UNCLEAR = re.compile(rb"NaN|Infinity|\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
+
+
+def names_an_unclear_priority(body: bytes) -> bool:
+    """Whether an object's own priority is a value that not every reader accepts."""
+    scanned = members(body)
+    return any(m.name == "priority" and _is_unclear(body[m.start : m.end]) for m in (scanned[0] if scanned else []))
 
 
 def _is_deep(text: bytes) -> bool:

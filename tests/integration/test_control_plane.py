@@ -226,7 +226,7 @@ def test_a_policy_change_renames_and_removes_the_report_header_of_a_running_side
         reply = httpx.post(f"http://{sidecar}{RENDER}", json={"messages": []}, timeout=WAIT, trust_env=False)
         return {name: reply.headers[name] for name in ("x-vllm-priority-applied", "x-told") if name in reply.headers}
 
-    report = "1; source=default; outcome=default"
+    report = "1; source=default; outcome=inserted"
     with ControlPlane(policy) as plane:
         sidecar = start_sidecar(plane.address)
         until(lambda: said(sidecar) == {"x-vllm-priority-applied": report}, "the usual header")
