@@ -127,10 +127,29 @@ class Attachment:
 
 
 @dataclass(frozen=True)
+class Drain:
+    """How a pod's preStop hook asks its sidecar to drain: `GET /drain/TOKEN` on the health listener.
+
+    token: part of the path, so that other pods, which can reach the health listener, cannot drain the sidecar.
+    response_delay_seconds: how long the response waits. Draining begins at once.
+    """
+
+    token: str
+    response_delay_seconds: int = 0
+
+    @property
+    def path(self) -> str:
+        """The path of the request."""
+        return f"/drain/{self.token}"
+
+
+@dataclass(frozen=True)
 class Placement:
     """Where one sidecar stands. `health` and `control_plane` are left out where None.
 
     `request_timeout_seconds`: how long a request may take to arrive; 0 is no bound.
+    `idle_timeout_seconds`: how long a client's connection may be idle. `drain_timeout_seconds`: how much later it is
+    closed; until then a request on it is served, and its response announces the end. `drain`: needs `health`.
     `max_connections`: from clients, and as many again to the upstream. `spread`: send requests to every address of the
     upstream's name, as to several servers; otherwise all addresses of a name are one server's.
     """
@@ -149,6 +168,9 @@ class Placement:
     spread: bool = False
     refresh_seconds: float = 5.0
     request_timeout_seconds: int = DEFAULT_REQUEST_TIMEOUT
+    idle_timeout_seconds: int = 3600
+    drain_timeout_seconds: int = 5
+    drain: Drain | None = None
     attachment: Attachment = Attachment()
     memory_limit_bytes: int = 1280 * 1024**2
     """What Envoy may use of the machine's or the container's memory: its resident set stays below it."""
@@ -310,6 +332,8 @@ def listeners(policy: Policy, placement: Placement) -> list[Resource]:
         note=_FORWARDED_PROTO_NOTE,
         request_timeout=f"{placement.request_timeout_seconds}s",
         headers_timeout=f"{_HEADERS_TIMEOUT}s",
+        idle_timeout=f"{placement.idle_timeout_seconds}s",
+        drain_timeout=f"{placement.drain_timeout_seconds}s",
         default_host=str(placement.upstream),
         ignored_upgrades=_everything_but("websocket"),
         local_replies={"mappers": _local_replies(policy, placement)},
@@ -317,7 +341,17 @@ def listeners(policy: Policy, placement: Placement) -> list[Resource]:
     )
     if placement.health is None:
         return [listener]
-    return [listener, _place("health_listener", address=_socket_address(placement.health))]
+    drain = placement.drain
+    health = _place(
+        "health_listener",
+        address=_socket_address(placement.health),
+        # Envoy counts the time that a response is delayed as a part of the request's.
+        request_timeout=f"{5 + (drain.response_delay_seconds if drain else 0)}s",
+        drain=drain,
+        drain_path=drain and drain.path,
+        drain_delay=drain and f"{drain.response_delay_seconds}s",
+    )
+    return [listener, health]
 
 
 def clusters(policy: Policy, placement: Placement) -> list[Resource]:

@@ -1,4 +1,5 @@
-"""The admission webhook's logic: an AdmissionReview -> its response, and a pod -> the pod with a sidecar. Pure.
+"""The admission webhook's logic: an AdmissionReview -> its response, and a pod -> the pod with a sidecar. Pure, except
+that the webhook gives each pod a random token for its preStop hook.
 
 `mutate` works out the pod as it should be, and the patch is the difference of the two as data, so the webhook and
 `vllm-priority inject` cannot disagree.
@@ -6,6 +7,7 @@
 
 import base64
 import json
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -168,17 +170,23 @@ def _reviewed(
     # The webhook's selector excludes these, too. A selector that somebody edited must not lock up a cluster.
     if settings.excludes(namespace):
         return _failed(pod, Reason.NAMESPACE_EXCLUDED, f"the namespace is {namespace}.", settings)
-    return _mutated(pod, policies, settings, services)
+    return _mutated(pod, policies, settings, services, secrets.token_hex(16))
 
 
-def _mutated(pod: NewPod, policies: Policies, settings: InjectorSettings, services: Services | None) -> Mutation:
+def _mutated(
+    pod: NewPod,
+    policies: Policies,
+    settings: InjectorSettings,
+    services: Services | None,
+    drain_token: str | None = None,
+) -> Mutation:
     typed = pod.typed
     if typed.labels.get(INJECT_LABEL) == "false":
         return _left_alone(pod, Reason.OPTED_OUT, f"the label {INJECT_LABEL} is 'false'.")
     if any(container.name == CONTAINER for container in typed.spec.all_containers):
         return _left_alone(pod, Reason.ALREADY_INJECTED, "the pod has the sidecar already.")
     try:
-        plan, warnings = make_plan(typed, policies, settings, services)
+        plan, warnings = make_plan(typed, policies, settings, services, drain_token)
     except NotInjectedError as error:
         return _failed(pod, error.reason, error.detail, settings)
     changed = with_sidecar(pod.manifest, typed, plan)

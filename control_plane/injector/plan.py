@@ -1,5 +1,6 @@
 """Decides everything about one pod's sidecar, or why the pod is not injected. Pure: nothing is changed here."""
 
+import hashlib
 from dataclasses import dataclass
 
 from control_plane.injector.annotations import LISTEN_PORT, MODE, NATIVE, POLICY, InjectionRequest, Mode
@@ -11,7 +12,7 @@ from control_plane.injector.server import Server, find_server
 from control_plane.injector.settings import NATIVE_FROM, NATIVE_NAMES_FROM, SLEEP_FROM, InjectorSettings
 from control_plane.injector.traffic import Services, Traffic, direct_traffic, reachability_warnings
 from control_plane.policy import Policies, Role
-from control_plane.render import DEFAULT_ADMIN, DEFAULT_LISTEN, Address, Placement
+from control_plane.render import DEFAULT_ADMIN, DEFAULT_LISTEN, Address, Drain, Placement
 
 CONTAINER = "vllm-priority"
 """The name of the sidecar's container."""
@@ -22,6 +23,14 @@ HEALTH_PORT = 19002
 """The port of the sidecar's health listener, or the next free one."""
 DEFAULT_GRACE_SECONDS = 30
 """Kubernetes' default for terminationGracePeriodSeconds."""
+IDLE_SECONDS, IDLE_DRAIN_SECONDS = 3, 1
+"""Envoy closes a client's connection that was idle for the sum. vLLM accepts connections for 5 s after its pod began to
+stop, and idle ones must be closed by then."""
+UVICORN_KEEP_ALIVE_SECONDS = 5
+"""After how long vLLM closes an idle connection by default (VLLM_HTTP_TIMEOUT_KEEP_ALIVE)."""
+
+_DRAIN_TOKEN = "vllm-priority-drain-token-000000"
+"""Stands for the token in configurations, so that pods that differ only in it share a memoized one. As long as that."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,8 @@ class Plan:
 
     server_index: of the vLLM container. upstream, listen, health: ports of vLLM and of the sidecar. port_name: of the
     sidecar's port. taken_name: the port name that moves to the sidecar, None where none does. config: the Envoy
-    bootstrap as a container's argument. server_sleep_seconds, sidecar_sleep_seconds: preStop sleeps, 0 for none.
+    bootstrap as a container's argument. server_sleep_seconds: vLLM's preStop sleep, 0 for none. drain_path: what the
+    sidecar's preStop hook requests of the health listener.
     """
 
     server_index: int
@@ -49,16 +59,22 @@ class Plan:
     concurrency: int
     resources: ResourceRequirements
     server_sleep_seconds: int
-    sidecar_sleep_seconds: int
+    drain_path: str
 
 
 def make_plan(
-    pod: Pod, policies: Policies, settings: InjectorSettings, services: Services | None = None
+    pod: Pod,
+    policies: Policies,
+    settings: InjectorSettings,
+    services: Services | None = None,
+    drain_token: str | None = None,
 ) -> tuple[Plan, Warnings]:
     """Return the plan for a pod's sidecar, and what its user should know.
 
     Args:
         services: the Services of the pod's namespace. None: they are not known.
+        drain_token: a secret that makes up the path of the sidecar's preStop hook. None: one that follows from the
+            sidecar's configuration, so that the same pod always gets the same sidecar.
 
     Raises:
         NotInjectedError: the pod cannot have a sidecar.
@@ -77,6 +93,11 @@ def make_plan(
     grace_seconds = spec.terminationGracePeriodSeconds
     grace_seconds = DEFAULT_GRACE_SECONDS if grace_seconds is None else grace_seconds
     resources = _resources(request, settings, spec)
+    # Kubernetes stops a native sidecar after the other containers. It stops a plain one together with them, and Envoy
+    # exits at once, so a plain sidecar's hook lasts as long as vLLM may take: the grace period but its end.
+    drain = Drain(_DRAIN_TOKEN, 0 if native else max(grace_seconds - 2, 0))
+    config = _config(pod, policies, settings, request, server, ports, resources, drain)
+    token = drain_token or hashlib.sha256(config.encode()).hexdigest()[:32]
     plan = Plan(
         server_index=server.index,
         role=server.role,
@@ -87,16 +108,14 @@ def make_plan(
         health=ports.health,
         port_name=traffic.port_name,
         taken_name=traffic.taken_name,
-        config=_config(pod, policies, settings, request, server, ports, resources),
+        config=config.replace(drain.path, Drain(token).path),
         image=request.image or settings.image,
         redirect_image=settings.redirect_image,
         uid=settings.uid,
         concurrency=settings.concurrency,
         resources=resources,
         server_sleep_seconds=settings.drain_seconds if can_sleep and 0 < settings.drain_seconds < grace_seconds else 0,
-        # Kubernetes stops a native sidecar after the other containers. It stops a plain one together with them, and
-        # Envoy exits at once, so a plain sidecar sleeps as long as vLLM may take: the grace period but its end.
-        sidecar_sleep_seconds=max(grace_seconds - 2, 0) if can_sleep and not native else 0,
+        drain_path=Drain(token).path,
     )
     sleep_warnings: Warnings = ()
     if not can_sleep:
@@ -182,6 +201,7 @@ def _config(
     server: Server,
     ports: _Ports,
     resources: ResourceRequirements,
+    drain: Drain,
 ) -> str:
     policy = policies.choose(pod.labels, request.policy)
     if policy is None:
@@ -190,6 +210,7 @@ def _config(
             f"annotation {POLICY}: there is no policy {request.policy!r}."
             f" It must be one of: {', '.join(policies.by_name)}.",
         )
+    keep_alive = pod.spec.containers[server.index].keep_alive_seconds or 0
     placement = Placement(
         role=server.role,
         listen=Address(settings.listen_host, ports.listen),
@@ -199,6 +220,10 @@ def _config(
         control_plane=settings.control_plane,
         policy_name=request.policy,
         memory_limit_bytes=_memory_limit(resources),
+        # Whoever raises vLLM's own timeout has, for example, a load balancer that keeps connections for longer.
+        idle_timeout_seconds=keep_alive if keep_alive > UVICORN_KEEP_ALIVE_SECONDS else IDLE_SECONDS,
+        drain_timeout_seconds=IDLE_DRAIN_SECONDS,
+        drain=drain,
     )
     return container_argument(policy, placement, pod.labels)
 

@@ -1,7 +1,8 @@
 """A pod as the injector reads it: typed, validated once. What the injector does not look at is left unread."""
 
+import re
 from collections.abc import Mapping
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
@@ -57,6 +58,8 @@ class Container(Partial):
     image: str | None = None
     command: list[str] | None = None
     args: list[str] | None = None
+    env: Any = None
+    """Not validated: only `keep_alive_seconds` reads it."""
     ports: list[Port] | None = None
     resources: Resources | None = None
 
@@ -74,6 +77,14 @@ class Container(Partial):
     def port_option(self) -> int | None:
         """The port that the command line names. None: it names none."""
         return port_option(self.command_line)
+
+    @property
+    def keep_alive_seconds(self) -> int | None:
+        """How long vLLM keeps an idle connection, if the container sets that (VLLM_HTTP_TIMEOUT_KEEP_ALIVE)."""
+        variables = [item for item in self.env if isinstance(item, dict)] if isinstance(self.env, list) else []
+        values = [item.get("value") for item in variables if item.get("name") == "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]
+        last = values[-1] if values else None
+        return int(last) if isinstance(last, str) and re.fullmatch("[0-9]{1,6}", last) else None
 
     @property
     def tcp_ports(self) -> list[Port]:

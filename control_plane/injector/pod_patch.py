@@ -140,8 +140,8 @@ def _sidecar_container(plan: Plan) -> dict[str, Any]:
             **({} if plan.uid is None else {"runAsUser": plan.uid, "runAsGroup": plan.uid}),
         },
     }
-    if plan.sidecar_sleep_seconds:
-        container["lifecycle"] = {"preStop": {"sleep": {"seconds": plan.sidecar_sleep_seconds}}}
+    # The kubelet runs this hook, native sidecars' too, as soon as the pod begins to stop, beside vLLM's own.
+    container["lifecycle"] = {"preStop": {"httpGet": {"path": plan.drain_path, "port": plan.health}}}
     return container
 
 

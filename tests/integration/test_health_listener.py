@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import select
 import socket
 import subprocess
 import time
@@ -12,7 +13,7 @@ import httpx
 import pytest
 
 from control_plane.policy import Policy
-from control_plane.render import Address, Placement, bootstrap
+from control_plane.render import Address, Drain, Placement, bootstrap
 
 from .upstream import RecordingUpstream
 from .wire import Http1
@@ -27,11 +28,12 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def sidecar(envoy: Path, folder: Path, upstream: int) -> Iterator[tuple[str, str]]:
+def sidecar(envoy: Path, folder: Path, upstream: int, drain: Drain | None = None) -> Iterator[tuple[str, str]]:
     """The URLs of a sidecar's own listener and of its health listener."""
     listen, health, admin = (Address("127.0.0.1", port) for port in free_ports(3))
+    log = str(folder / "access.log")
     placement = Placement(
-        "render", listen, Address("127.0.0.1", upstream), admin, health=health, access_log=str(folder / "access.log")
+        "render", listen, Address("127.0.0.1", upstream), admin, health=health, access_log=log, drain=drain
     )
     (folder / "envoy.json").write_text(json.dumps(bootstrap(Policy(), placement)))
     command = [envoy, "-c", folder / "envoy.json", "--concurrency", "1", "--disable-hot-restart", "-l", "error"]
@@ -112,3 +114,38 @@ def test_nothing_else_of_the_admin_is_let_through(urls: tuple[str, str], method:
             f"{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\nconnection: close\r\n\r\n".encode()
         )
         assert client.recv(12) == b"HTTP/1.1 404"
+
+
+def test_only_the_path_with_the_token_drains(envoy: Path, _upstream: RecordingUpstream, tmp_path: Path) -> None:
+    """Draining, the sidecar still serves and lives, but it is not ready, and its responses close their connections."""
+    with sidecar(envoy, tmp_path, _upstream.address.port, Drain("a1b2")) as (listen, health):
+        assert becomes(f"{health}/ready", 200)
+        for method, path in (
+            ("POST", "/drain/a1b2"),
+            *(
+                ("GET", path)
+                for path in ("/drain", "/drain/", "/drain/a1b", "/drain/a1b2c", "/drain/A1B2", "//drain/a1b2")
+            ),
+        ):
+            assert httpx.request(method, f"{health}{path}", trust_env=False).status_code == 404
+        assert httpx.get(f"{health}/ready", trust_env=False).status_code == 200
+        assert "connection" not in httpx.get(f"{listen}/x", trust_env=False).headers
+        assert httpx.get(f"{health}/drain/a1b2", trust_env=False).status_code == 200
+        answer = httpx.get(f"{listen}/x", trust_env=False)
+        assert (answer.status_code, answer.headers["connection"]) == (200, "close")
+        assert httpx.get(f"{health}/ready", trust_env=False).status_code == 503
+        with socket.create_connection(("127.0.0.1", int(health.rpartition(":")[2])), 10):
+            pass  # The liveness probe only connects.
+
+
+def test_a_delayed_response_does_not_delay_the_draining(
+    envoy: Path, _upstream: RecordingUpstream, tmp_path: Path
+) -> None:
+    """For longer than any timeout of the health listener, which is 10 seconds."""
+    with sidecar(envoy, tmp_path, _upstream.address.port, Drain("a1b2", 12)) as (_, health):
+        assert becomes(f"{health}/ready", 200)
+        with Http1(Address.parse(health.removeprefix("http://"), "health"), timeout=60) as client:
+            client.send(b"GET /drain/a1b2 HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert becomes(f"{health}/ready", 503)
+            assert select.select([client.sock], [], [], 0)[0] == [], "the response is still to come"
+            assert client.answer().status == 200

@@ -25,7 +25,7 @@ from control_plane.injector.pod_patch import redirect_rules
 from control_plane.injector.reasons import Reason, WarningCode
 from control_plane.injector.settings import ENVOY_IMAGE, ENVOY_VERSION, InjectorSettings
 from control_plane.policy import Policies, parse_policies
-from control_plane.render import Address, Placement, bootstrap
+from control_plane.render import Address, Drain, Placement, bootstrap
 
 POLICIES = parse_policies("policies: [{name: batch, selector: {tier: batch}, policy: {default: 10}}]")
 SETTINGS = InjectorSettings(kubernetes_version="1.35")
@@ -86,6 +86,11 @@ def change(pod: dict[str, Any], settings: InjectorSettings = SETTINGS, services:
     return mutate(pod, POLICIES, settings, services)
 
 
+def without_token(value: Any) -> Any:
+    """The value without the tokens of drain paths, which the webhook makes at random."""
+    return json.loads(re.sub("/drain/[0-9a-f]{32}", "/drain/TOKEN", json.dumps(value)))
+
+
 def sidecar_of(pod: Any) -> dict[str, Any]:
     """The sidecar's container, wherever it stands."""
     spec = pod["spec"]
@@ -140,7 +145,7 @@ def test_the_patch_of_a_bare_pod_applies_under_strict_rfc_6902() -> None:
     assert response["allowed"] is True
     assert response["patchType"] == "JSONPatch"
     patched = jsonpatch.apply_patch(pod, json.loads(base64.b64decode(response["patch"], validate=True)))
-    assert patched == change(pod).pod
+    assert without_token(patched) == without_token(change(pod).pod)
     valid(patched)
 
 
@@ -199,7 +204,10 @@ def test_only_the_creation_of_a_pod_is_patched(request_: dict[str, Any]) -> None
 
 
 def test_a_dry_run_gets_the_same_response() -> None:
-    assert answer(make_pod(), dryRun=True) == answer(make_pod())
+    dry, other = answer(make_pod(), dryRun=True), answer(make_pod())
+    for response in (dry, other):
+        response["patch"] = without_token(json.loads(base64.b64decode(response["patch"])))
+    assert dry == other
 
 
 @pytest.mark.parametrize("labels", [{"vllm-priority.io/inject": "false"}, {"vllm-priority.io/inject": "yes"}, None])
@@ -650,18 +658,56 @@ def test_the_sidecar_shares_nothing_with_another_envoy_in_the_pod() -> None:
     assert "--disable-hot-restart" in sidecar_of(change(make_pod()).pod)["args"]
 
 
-def test_a_native_sidecar_needs_no_hook_to_outlive_vllm() -> None:
+def drain_hook(sidecar: Any) -> Any:
+    """The httpGet of the sidecar's only hook."""
+    assert list(sidecar["lifecycle"]) == ["preStop"]
+    return sidecar["lifecycle"]["preStop"]["httpGet"]
+
+
+def drain_delays(pod: Any) -> list[str]:
+    """For how long the sidecar delays its response to the hook."""
+    filters = config_of(pod)["static_resources"]["listeners"][1]["filter_chains"][0]["filters"][0]["typed_config"]
+    return [f["typed_config"]["delay"]["fixed_delay"] for f in filters["http_filters"] if f["name"] == "delay"]
+
+
+def test_a_native_sidecar_drains_while_vllm_sleeps() -> None:
     pod = change(make_pod()).pod
-    assert "lifecycle" not in sidecar_of(pod)
+    assert drain_hook(sidecar_of(pod))["port"] == listening(pod)["health"]
+    assert drain_delays(pod) == []
     assert pod["spec"]["containers"][0]["lifecycle"] == {"preStop": {"sleep": {"seconds": 5}}}
 
 
-@pytest.mark.parametrize(("grace", "slept"), [(None, 28), (120, 118), (2, None), (0, None)])
-def test_a_plain_sidecar_sleeps_for_the_grace_period(grace: int | None, slept: int | None) -> None:
+@pytest.mark.parametrize(("grace", "delays"), [(None, ["28s"]), (120, ["118s"]), (2, []), (0, [])])
+def test_the_hook_of_a_plain_sidecar_lasts_for_the_grace_period(grace: int | None, delays: list[str]) -> None:
     spec: dict[str, Any] = {} if grace is None else {"terminationGracePeriodSeconds": grace}
-    sidecar = sidecar_of(change(make_pod(asked={"native": "false"}, **spec)).pod)
-    expected = None if slept is None else {"preStop": {"sleep": {"seconds": slept}}}
-    assert sidecar.get("lifecycle") == expected
+    pod = change(make_pod(asked={"native": "false"}, **spec)).pod
+    assert drain_hook(sidecar_of(pod))["path"].startswith("/drain/")
+    assert drain_delays(pod) == delays
+
+
+def test_the_path_of_the_hook_is_the_one_that_the_sidecar_knows() -> None:
+    for pod in (change(make_pod()).pod, change(make_pod(asked={"native": "false"})).pod):
+        assert json.dumps(config_of(pod)).count(f'"path": "{drain_hook(sidecar_of(pod))["path"]}"') == 1
+        assert "drain-token" not in json.dumps(pod)
+
+
+def test_files_get_the_same_drain_path_each_time_and_the_webhook_a_new_one() -> None:
+    """So that files do not change without reason, and that nobody can guess the path in a cluster."""
+    first, second = (drain_hook(sidecar_of(change(make_pod()).pod))["path"] for _ in range(2))
+    assert first == second
+    patches = [base64.b64decode(answer(make_pod())["patch"]) for _ in range(2)]
+    paths = {path for patch in patches for path in re.findall(rb'"path":"(/drain/[0-9a-f]{32})","port"', patch)}
+    assert len(paths) == 2 and first.encode() not in paths
+
+
+@pytest.mark.parametrize(
+    ("seconds", "idle"), [(None, "3s"), ("2", "3s"), ("5", "3s"), ("620", "620s"), ("", "3s"), ("x", "3s")]
+)
+def test_a_longer_keep_alive_of_vllm_is_the_sidecars_too(seconds: str | None, idle: str) -> None:
+    env = [] if seconds is None else [{"name": "VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "value": seconds}]
+    config = config_of(change(make_pod(vllm(env=env))).pod)
+    manager = config["static_resources"]["listeners"][0]["filter_chains"][0]["filters"][0]["typed_config"]
+    assert manager["common_http_protocol_options"]["idle_timeout"] == idle
 
 
 def test_an_existing_hook_of_vllm_stays() -> None:
@@ -671,7 +717,7 @@ def test_an_existing_hook_of_vllm_stays() -> None:
 
 def test_a_cluster_without_the_sleep_hook_gets_a_warning() -> None:
     mutation = change(make_pod(), InjectorSettings(kubernetes_version="1.29"))
-    assert "lifecycle" not in sidecar_of(mutation.pod)
+    assert "httpGet" in sidecar_of(mutation.pod)["lifecycle"]["preStop"], "every version has this hook"
     assert "lifecycle" not in mutation.pod["spec"]["containers"][0]
     assert any("no preStop sleep" in warning for warning in mutation.messages)
 
@@ -693,6 +739,9 @@ def test_the_configuration_is_the_bootstrap_of_this_policy_and_these_labels() ->
             admin=Address("127.0.0.1", 19001),
             health=Address("0.0.0.0", 19002),
             labels={**LABEL, "tier": tier},
+            idle_timeout_seconds=3,
+            drain_timeout_seconds=1,
+            drain=Drain(drain_hook(sidecar_of(pod))["path"].removeprefix("/drain/"), 0),
         )
         policy = POLICIES.choose({"tier": tier})
         assert policy is not None
