@@ -205,7 +205,8 @@ def test_a_wrong_value_is_named_with_what_is_allowed(text: str, message: str) ->
         ),
         (
             "routes: {root_path: llm}",
-            "routes.root_path: 'llm' is not allowed; allowed: a path that starts with / and does not end with /",
+            "routes.root_path: 'llm' is not allowed; allowed: a path that starts with / and does not end with /,"
+            " such as /llm",
         ),
         ("routes: {decode: []}", "routes.decode: unknown key; allowed: render, engine, extra, root_path"),
         ("limits: {max: 1}", "limits.max: unknown key; allowed: max_body_bytes"),
