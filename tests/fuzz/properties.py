@@ -89,7 +89,7 @@ def is_wide(body: bytes) -> bool:
 def _may_reject(body: bytes, status: int, is_default: bool) -> bool:
     if status == 415:
         # A zero byte or half a UTF-16 byte-order mark is close enough where no reader accepts the body anyway.
-        start = body.removeprefix(b"\xef\xbb\xbf").lstrip(b" \t\r\n")[:4]
+        start = body.removeprefix(b"\xef\xbb\xbf").lstrip(b" \t\r\n{")[:4]
         looks_wide = any(code in start for code in b"\x00\xfe\xff") and not any(accepts(n, body) for n in READERS)
         return (is_wide(body) or looks_wide) and not is_default
     if status != 400:
