@@ -1,7 +1,6 @@
 """Large bodies pass in memory that does not grow with them, and what is held stays within the memory limit."""
 
 import contextlib
-import hashlib
 import json
 import threading
 import time
@@ -32,14 +31,6 @@ BLOCK = (b"iVBORw0KGgoAAAANSUhEUgAA" * 43691)[:MEBIBYTE]
 END = b'"}}]}],"priority":2}'
 JSON = (b"Content-Type", b"application/json")
 PRIORITY = (b"X-Vllm-Priority", b"5")
-
-
-def _digest(blocks: int, end: bytes) -> str:
-    digest = hashlib.sha256(START)
-    for _ in range(blocks):
-        digest.update(BLOCK)
-    digest.update(end)
-    return digest.hexdigest()
 
 
 def _upload(front: RunningSidecar, transport: str, blocks: int, ready: threading.Barrier | None) -> int:
