@@ -13,7 +13,7 @@ export PATH := $(CURDIR)/$(TOOLS):$(PATH)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-namespaces test-envoys fuzz e2e lint golden check-golden check-jit envoy-config bench \
-	bench-control-plane test-image test-cluster dist lock clean
+	bench-control-plane test-image test-cluster manifests dist lock clean
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z0-9-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,8 +31,8 @@ $(STAMP): requirements-dev.lock pyproject.toml
 	@touch $@
 	@echo "setup: done, $$($(BIN)/vllm-priority version)"
 
-$(TOOLS)/helm: $(STAMP) tests/fetch_tools.py
-	@$(BIN)/python tests/fetch_tools.py
+$(TOOLS)/helm: $(STAMP) tools/fetch_tools.py
+	@$(BIN)/python tools/fetch_tools.py
 
 demo: setup ## Show the fault and its cure on this machine, as a table
 	@$(BIN)/vllm-priority demo
@@ -102,8 +102,12 @@ test-image: setup ## Carry out the Dockerfile's steps without an engine (needs t
 test-cluster: setup $(TOOLS)/helm ## Run the story on the cluster that KUBECONFIG names
 	$(BIN)/python -m pytest tests/cluster
 
-dist: setup ## Build the wheel and the source archive
+manifests: setup ## Write build/manifests: Istio, Envoy Gateway and the injected example, with the built-in policy
+	$(BIN)/python -m tools.build_manifests build/manifests
+
+dist: setup ## Build the wheel, the source archive and the manifests into dist
 	$(BIN)/python -m hatchling build
+	$(BIN)/python -m tools.build_manifests dist/manifests
 
 lock: ## Pin the dependencies anew (needs uv)
 	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.fetch_tools import TOOLS, FetchError, node, npm
+from tools.fetch_tools import TOOLS, FetchError, node, npm
 
 # The CRDs of Istio 1.29.2, and those of Gateway API 1.0.0: what the oldest takes, later ones take too.
 _PACKAGES = ("@kubernetes-models/istio@3.0.1", "@kubernetes-models/gateway-api@0.5.1")

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from tests.fetch_tools import fetch
+from tools.fetch_tools import fetch
 
 CHART = Path(__file__).resolve().parent.parent / "deploy" / "chart"
 RELEASE, NAMESPACE = "vllm-priority", "priority-system"

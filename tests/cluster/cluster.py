@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
-from tests.fetch_tools import fetch
 from tests.helm import CHART
+from tools.fetch_tools import fetch
 
 _T = TypeVar("_T")
 

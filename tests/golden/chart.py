@@ -1,21 +1,13 @@
-"""What is made from the chart and for it: its schema, the table of its values, and its manifests by variant."""
+"""The chart's manifests, by variant."""
 
-import copy
-import json
 import re
 from base64 import b64encode
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-import yaml
-
-from control_plane.policy import policy_schema
-from tests.helm import CHART, template
-
-_DOCS = CHART.parent.parent / "docs" / "kubernetes.md"
+from tests.helm import template
 
 # A stand-in for a certificate of one's own: the chart takes it as it is.
 OWN_CA = "-----BEGIN CERTIFICATE-----\nTUFERSBVUA==\n-----END CERTIFICATE-----\n"
@@ -111,10 +103,7 @@ VARIANTS: Mapping[str, Variant] = {
 
 def golden_files() -> dict[str, Callable[[], str]]:
     """Path from the repository's root -> the function that gives its text."""
-    files: dict[str, Callable[[], str]] = {
-        "deploy/chart/values.schema.json": lambda: json.dumps(values_schema(), indent=2) + "\n",
-        "docs/kubernetes.md": documented_values,
-    }
+    files: dict[str, Callable[[], str]] = {}
     for name in VARIANTS:
         files[f"tests/golden/chart/{name}.yaml"] = lambda name=name: manifests(name)  # type: ignore[misc]
     return files
@@ -139,191 +128,3 @@ def without_chance(text: str) -> str:
     text = re.sub(r'(vllm-priority\.io/renew-after: )"\d+"', r'\1"0"', text)
     text = re.sub(r"(checksum/certificate: )[0-9a-f]{64}", r"\g<1>MADE", text)
     return re.sub(r'(?m)^(\s+value: )"-----BEGIN CERT.*"$', r'\1"MADE"', text)
-
-
-# --- values.schema.json ---------------------------------------------------------------------------------------
-
-_TEXT = {"type": "string"}
-_BOOL = {"type": "boolean"}
-_LABELS = {"type": "object", "additionalProperties": {"type": "string"}}
-_OBJECT = {"type": "object"}
-_NAMES = {"type": "array", "items": {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"}}
-_NAME_OR_EMPTY = {"type": "string", "pattern": "^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"}
-
-
-def _enum(*values: str) -> dict[str, Any]:
-    return {"type": "string", "enum": list(values)}
-
-
-# The types of what values.yaml holds. A mapping without "type" is a group of keys of its own.
-_TYPES: dict[str, Any] = {
-    "image": {
-        "repository": {"type": "string", "minLength": 1, "pattern": "^[^@\\s]+$"},
-        "tag": {"type": "string", "pattern": "^[A-Za-z0-9_.-]*$"},
-        "digest": {"type": "string", "pattern": "^(sha256:[0-9a-f]{64})?$"},
-        "pullPolicy": _enum("Always", "IfNotPresent", "Never"),
-    },
-    "imagePullSecrets": {
-        "type": "array",
-        "items": {"type": "object", "required": ["name"], "properties": {"name": _TEXT}, "additionalProperties": False},
-    },
-    "replicas": {"type": "integer", "minimum": 1, "maximum": 100},
-    "policy": {"$ref": "#/$defs/Policy"},
-    "policies": {"type": "array", "items": {"$ref": "#/$defs/NamedPolicy"}},
-    "policyConfigMap": _NAME_OR_EMPTY,
-    "webhook": {
-        "enabled": _BOOL,
-        "failurePolicy": _enum("Ignore", "Fail"),
-        "timeoutSeconds": {"type": "integer", "minimum": 1, "maximum": 30},
-        "excludedNamespaces": _NAMES,
-        "namespaceLabels": _LABELS,
-        "url": {"type": "string", "pattern": "^(https://[^/?#@\\s]+/inject)?$"},
-    },
-    "sidecar": {
-        "image": {"type": "string", "pattern": "^\\S*$"},
-        "redirectImage": {"type": "string", "pattern": "^\\S*$"},
-        "resources": _OBJECT,
-        "concurrency": {"type": "integer", "minimum": 1, "maximum": 64},
-        "runAsUser": {"type": ["integer", "null"], "minimum": 1},
-        "native": {"enum": ["auto", "true", "false", True, False]},
-        "drainSeconds": {"type": "integer", "minimum": 0, "maximum": 3600},
-        "listenHost": _enum("0.0.0.0", "::"),
-        "onInjectionFailure": _enum("fail", "ignore"),
-        "numericServices": _enum("warn", "redirect"),
-    },
-    "certificates": {
-        "source": _enum("chart", "cert-manager", "secret"),
-        "days": {"type": "integer", "minimum": 1, "maximum": 36500},
-        "secretName": _NAME_OR_EMPTY,
-        "caBundle": {"type": "string", "pattern": "^(-----BEGIN CERTIFICATE-----[\\s\\S]*)?$"},
-        "issuer": {"name": _TEXT, "kind": _enum("Issuer", "ClusterIssuer")},
-    },
-    "readServices": _BOOL,
-    "readServicesNamespaces": _NAMES,
-    "serviceAccount": {"create": _BOOL, "name": _NAME_OR_EMPTY, "annotations": _LABELS},
-    "networkPolicy": {"enabled": _BOOL},
-    "monitoring": {
-        "serviceMonitor": _BOOL,
-        "podMonitor": _BOOL,
-        "interval": {"type": "string", "pattern": "^([0-9]+(ms|s|m|h))+$"},
-        "labels": _LABELS,
-        "dashboard": _BOOL,
-        "dashboardLabels": _LABELS,
-    },
-    "resources": _OBJECT,
-    "runAsUser": {"type": ["integer", "null"], "minimum": 1},
-    "priorityClassName": _TEXT,
-    "podLabels": _LABELS,
-    "podAnnotations": _LABELS,
-    "nodeSelector": _LABELS,
-    "tolerations": {"type": "array", "items": _OBJECT},
-    "affinity": _OBJECT,
-    "fullnameOverride": {"type": "string", "pattern": "^([a-z]([-a-z0-9]{0,48}[a-z0-9])?)?$"},
-}
-
-
-def values_schema() -> dict[str, Any]:
-    """JSON Schema of the values: the policy's own from the pydantic model, the rest from `_TYPES` and values.yaml."""
-    defaults = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
-    descriptions = dict(value_comments())
-    schema = _group(_TYPES, defaults, descriptions, ())
-    policy = _for_helm(copy.deepcopy(policy_schema()))
-    parts = policy.pop("$defs", {})
-    named = {
-        "type": "object",
-        "description": "A policy for the sidecars whose labels match; its keys replace those of the policy above.",
-        "required": ["name", "selector"],
-        "additionalProperties": False,
-        "properties": {
-            "name": {"type": "string", "pattern": "^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"},
-            "selector": _LABELS,
-            "policy": {"$ref": "#/$defs/Policy"},
-        },
-    }
-    # A parent chart hands its `global` down.
-    schema["properties"]["global"] = _OBJECT
-    return {
-        "$schema": "http://json-schema.org/draft-07/schema#",
-        "title": "Values of the chart vllm-priority",
-        **schema,
-        "$defs": {**parts, "Policy": policy, "NamedPolicy": named},
-    }
-
-
-def _group(
-    types: Mapping[str, Any],
-    defaults: Mapping[str, Any],
-    descriptions: Mapping[tuple[str, ...], str],
-    at: tuple[str, ...],
-) -> dict[str, Any]:
-    if set(types) != set(defaults):
-        raise ValueError(
-            f"values.yaml and the schema differ at {'.'.join(at) or 'the top'}: {set(types) ^ set(defaults)}"
-        )
-    properties = {}
-    for key, kind in types.items():
-        path = (*at, key)
-        inner = kind if {"type", "$ref", "enum"} & set(kind) else _group(kind, defaults[key], descriptions, path)
-        properties[key] = {"description": descriptions[path], **inner} if path in descriptions else dict(inner)
-    return {"type": "object", "additionalProperties": False, "properties": properties}
-
-
-# Helm reads a number as a double, which would change a larger one without a word.
-_EXACT = 2**53 - 1
-
-
-def _for_helm(schema: Any) -> Any:
-    """The schema with integers held to what Helm keeps, and with no names but those of a pattern."""
-    if isinstance(schema, list):
-        return [_for_helm(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    schema = {key: _for_helm(value) for key, value in schema.items()}
-    if schema.get("type") == "integer":
-        schema["minimum"] = max(schema["minimum"], -_EXACT)
-        schema["maximum"] = min(schema["maximum"], _EXACT)
-    if "patternProperties" in schema:
-        schema["additionalProperties"] = False
-    return schema
-
-
-# --- the table of values --------------------------------------------------------------------------------------
-
-
-def value_comments() -> Iterator[tuple[tuple[str, ...], str]]:
-    """(path of a key, the comment above it) for each key of values.yaml that has one, in order."""
-    path: list[tuple[int, str]] = []
-    comment: list[str] = []
-    for line in (CHART / "values.yaml").read_text(encoding="utf-8").splitlines():
-        text = line.strip()
-        if text.startswith("#"):
-            comment.append(text.removeprefix("#").strip())
-        elif key := re.match(r"^( *)([A-Za-z]\w*):", line):
-            depth = len(key[1])
-            path = [*(part for part in path if part[0] < depth), (depth, key[2])]
-            if comment:
-                yield tuple(name for _, name in path), " ".join(comment)
-            comment = []
-        else:
-            comment = []
-
-
-_BEGIN, _END = "<!-- values: made by `make golden` -->\n", "<!-- end of values -->\n"
-
-
-def documented_values() -> str:
-    """docs/kubernetes.md with its table of values made anew."""
-    defaults = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
-    rows = ["| value | default | what it is |", "|---|---|---|"]
-    for path, comment in value_comments():
-        value: Any = defaults
-        for key in path:
-            value = value[key]
-        is_group = isinstance(value, dict) and any(
-            known[: len(path)] == path and known != path for known, _ in value_comments()
-        )
-        shown = "" if is_group else f"`{json.dumps(value)}`"
-        rows.append(f"| `{'.'.join(path)}` | {shown} | {comment.replace('|', chr(92) + '|')} |")
-    before, _, rest = Path(_DOCS).read_text(encoding="utf-8").partition(_BEGIN)
-    _, _, after = rest.partition(_END)
-    return before + _BEGIN + "\n".join(rows) + "\n" + _END + after

@@ -1,7 +1,6 @@
 """Policy in, each render target out: by role, for the built-in policy and for one that says much.
 
-The script is the same in all of them and long, so in tests/golden its settings stand for the whole of it.
-deploy/istio, deploy/istio-waypoint and deploy/envoy-gateway hold the whole: they are there to be applied.
+The script is long and the same in all of them, so the golden files keep its settings and leave out the rest.
 """
 
 import re
@@ -30,9 +29,6 @@ def golden_files() -> Mapping[str, Callable[[], str]]:
             for target in TARGETS:
                 file = "-".join(filter(None, (name, role, target)))
                 files[f"{_FOLDER}/{folder}/{file}.yaml"] = partial(_shortened, target, folder, role, name)
-    for target in ("istio", "istio-waypoint", "envoy-gateway"):
-        for role in ROLES:
-            files[f"deploy/{target}/{role}.yaml"] = partial(_to_apply, target, role)
     return files
 
 
@@ -67,15 +63,5 @@ def _settings_only(node: Any) -> Any:
     if isinstance(node, list):
         return [_settings_only(value) for value in node]
     if isinstance(node, str) and (script := re.match(r"local settings = .*\n", node)):
-        return script[0] + "-- and lua/*.lua\n"
+        return script[0] + "-- The text of lua/*.lua follows here; this file leaves it out.\n"
     return node
-
-
-def _to_apply(target: str, role: Role) -> str:
-    policy = load_policies(_ROOT / INPUTS[0]).default
-    return (
-        f"# The built-in policy. For one of your own:\n"
-        f"#   vllm-priority config --role {role} --target {target} --policy policy.yaml\n"
-        f"# docs/{target.removesuffix('-waypoint')}.md says what to put where. Made by `make golden`: edits are lost.\n"
-        + to_yaml(render(target, policy, Placement.default(role, target)))
-    )

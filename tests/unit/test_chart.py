@@ -19,9 +19,10 @@ from control_plane.cli import _injector as injector_settings
 from control_plane.cli import cli
 from control_plane.policy import parse_policies
 from control_plane.server import process
-from tests.golden.chart import OWN_CA, VARIANTS, value_comments
+from tests.golden.chart import OWN_CA, VARIANTS
 from tests.golden.chart import rendered as golden_rendered
 from tests.helm import CHART, NAMESPACE, RELEASE, HelmError, documents, find, helm, template
+from tools.build_values import value_comments
 
 Objects = list[dict[str, Any]]
 ROOT = CHART.parent.parent

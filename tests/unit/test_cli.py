@@ -22,6 +22,7 @@ from control_plane import __version__
 from control_plane.cli import OPTIONS, USED_BY, cli, main
 from control_plane.render import TARGETS
 from tests.pem import write_pair
+from tools.build_manifests import injected_example
 
 COMMANDS = sorted(cli.commands)
 
@@ -417,12 +418,13 @@ def test_what_no_sidecar_can_be_set_up_with_is_refused_at_the_start(
 
 
 def test_inject_gives_one_reason_for_what_it_leaves_as_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written_out = Path(__file__).parents[2] / "deploy" / "examples" / "scale-out" / "written-out.yaml"
+    injected = folder / "injected.yaml"
+    injected.write_text(injected_example())
     already = "not injected (AlreadyInjected): the pod has the sidecar already."
-    assert call(capsys, ["inject", "-f", str(written_out)]).err.splitlines() == [
+    assert call(capsys, ["inject", "-f", str(injected)]).err.splitlines() == [
         f"vllm-priority inject: Deployment/vllm-render: {already}",
         f"vllm-priority inject: Deployment/vllm-engine: {already}",
-        f"vllm-priority inject: {written_out}: unchanged",
+        f"vllm-priority inject: {injected}: unchanged",
     ]
     nothing = "vllm-priority inject: ok.yaml: unchanged: it contains no pod template of a vLLM server\n"
     assert call(capsys, ["inject", "-f", "ok.yaml"]) == (0, "default: 1", nothing)

@@ -11,7 +11,7 @@ import yaml
 from control_plane.injector.settings import ENVOY_IMAGE
 from control_plane.policy import ROLES, Policy
 from control_plane.render import DEFAULT_LISTEN, DEFAULT_UPSTREAM, Placement, bootstrap
-from tests.fetch_tools import fetch
+from tools.fetch_tools import fetch
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "deploy" / "compose"
 

