@@ -1,4 +1,4 @@
-"""Table B of the pitfalls: what an edit must not do to a body."""
+"""What an edit must not do to a body."""
 
 import gzip
 import json
@@ -25,7 +25,7 @@ DECOYS = (
 )
 
 
-def test_b1_only_the_top_level_member_of_that_exact_name_counts(
+def test_only_the_top_level_member_of_that_exact_name_counts(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str
 ) -> None:
     answer = _post(front, "4", DECOYS, transport)
@@ -35,7 +35,7 @@ def test_b1_only_the_top_level_member_of_that_exact_name_counts(
     assert upstream.only.body == DECOYS[:-1] + b',"priority":4}'
 
 
-def test_b2_every_other_member_keeps_its_bytes_and_its_order(
+def test_every_other_member_keeps_its_bytes_and_its_order(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str
 ) -> None:
     body = (
@@ -53,7 +53,7 @@ NO_INTEGERS = (
 
 
 @pytest.mark.parametrize("value", NO_INTEGERS)
-def test_b3_what_python_calls_no_integer_is_refused(
+def test_what_python_does_not_parse_as_an_integer_is_rejected(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, value: str
 ) -> None:
     answer = _post(front, value, b'{"priority":2}', transport)
@@ -66,7 +66,7 @@ def test_b3_what_python_calls_no_integer_is_refused(
 
 
 @pytest.mark.parametrize("value", NO_INTEGERS)
-def test_b3_what_is_no_integer_is_ignored_where_the_policy_says_so(
+def test_what_is_not_an_integer_is_ignored_where_the_policy_says_so(
     sidecar: SidecarFactory, upstream: RecordingUpstream, transport: str, value: str
 ) -> None:
     answer = _post(sidecar(policy="on_invalid: ignore"), value, b'{"priority":2}', transport)
@@ -83,7 +83,7 @@ def test_b3_what_is_no_integer_is_ignored_where_the_policy_says_so(
         ("9007199254740993", 9007199254740993), ("0" * 100 + "3", 3),
     ],
 )  # fmt: skip
-def test_b3_what_python_calls_an_integer_is_moved(
+def test_what_python_parses_as_an_integer_is_moved(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, value: str, number: int
 ) -> None:
     if transport.startswith("h2c"):
@@ -96,7 +96,7 @@ def test_b3_what_python_calls_an_integer_is_moved(
 
 
 @pytest.mark.parametrize("value", ["9223372036854775808", "-9223372036854775809", "9" * 400])
-def test_b3_an_integer_past_64_bits_is_refused(
+def test_an_integer_past_64_bits_is_rejected(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, value: str
 ) -> None:
     answer = _post(front, value, b"{}", transport)
@@ -106,9 +106,7 @@ def test_b3_an_integer_past_64_bits_is_refused(
     assert upstream.requests == []
 
 
-def test_b4_two_different_lines_are_ambiguous(
-    front: RunningSidecar, upstream: RecordingUpstream, transport: str
-) -> None:
+def test_two_different_lines_are_ambiguous(front: RunningSidecar, upstream: RecordingUpstream, transport: str) -> None:
     answer = call(front.address, RENDER, b"{}", priority("3"), priority("9"), transport=transport)
     assert answer.status == 400
     assert answer.applied == "none; outcome=ambiguous"
@@ -116,7 +114,7 @@ def test_b4_two_different_lines_are_ambiguous(
     assert upstream.requests == []
 
 
-def test_b4_two_different_lines_are_ignored_where_the_policy_says_so(
+def test_two_different_lines_are_ignored_where_the_policy_says_so(
     sidecar: SidecarFactory, upstream: RecordingUpstream, transport: str
 ) -> None:
     front = sidecar(policy="on_invalid: ignore")
@@ -125,14 +123,14 @@ def test_b4_two_different_lines_are_ignored_where_the_policy_says_so(
     assert_untouched(upstream.only, b'{"priority": 1}')
 
 
-def test_b4_two_equal_lines_are_one_value(front: RunningSidecar, upstream: RecordingUpstream, transport: str) -> None:
+def test_two_equal_lines_are_one_value(front: RunningSidecar, upstream: RecordingUpstream, transport: str) -> None:
     answer = call(front.address, RENDER, b"{}", priority("3"), priority("3"), transport=transport)
     assert answer.status == 200
     assert_moved(upstream.only, b"{}", 3)
     assert upstream.only.all("x-vllm-priority") == []
 
 
-def test_b4_a_list_in_one_line_is_no_integer(
+def test_a_list_in_one_line_is_not_an_integer(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str
 ) -> None:
     answer = _post(front, "3,9", b"{}", transport)
@@ -140,9 +138,7 @@ def test_b4_a_list_in_one_line_is_no_integer(
     assert upstream.requests == []
 
 
-def test_b5_per_cent_signs_are_only_characters(
-    front: RunningSidecar, upstream: RecordingUpstream, transport: str
-) -> None:
+def test_percent_signs_are_plain_characters(front: RunningSidecar, upstream: RecordingUpstream, transport: str) -> None:
     for body in (b'{"prompt":"100% %1 %% %20"}', b'{"%1":"%0","priority" : "%1"}'):
         upstream.clear()
         assert _post(front, "7", body, transport).status == 200
@@ -150,7 +146,7 @@ def test_b5_per_cent_signs_are_only_characters(
 
 
 @pytest.mark.parametrize("body", [b"{}", b" {\n}\n", b"{ }", b"\t{\r\n}\r\n", b"\xef\xbb\xbf{}", b"\xef\xbb\xbf {} "])
-def test_b6_an_empty_object_gets_no_stray_comma(
+def test_an_empty_object_gets_no_stray_comma(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, body: bytes
 ) -> None:
     assert _post(front, "5", body, transport).status == 200
@@ -175,7 +171,7 @@ def test_b6_an_empty_object_gets_no_stray_comma(
         b"\xef\xbb",
     ],
 )
-def test_b6_a_body_that_is_no_object_goes_on_as_it_was(
+def test_a_body_that_is_not_an_object_passes_through(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, body: bytes
 ) -> None:
     answer = _post(front, "5", body, transport)
@@ -189,7 +185,7 @@ GZIPPED = gzip.compress(b'{"prompt":"x","priority":2}', mtime=0)
 
 
 @pytest.mark.parametrize("encoding", [b"gzip", b"br", b"deflate", b"zstd", b"GZIP", b"gzip, identity", b"x-unknown"])
-def test_b7_an_encoded_body_is_refused(
+def test_an_encoded_body_is_rejected(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, encoding: bytes
 ) -> None:
     answer = call(front.address, RENDER, GZIPPED, priority("5"), (b"Content-Encoding", encoding), transport=transport)
@@ -200,7 +196,7 @@ def test_b7_an_encoded_body_is_refused(
 
 
 @pytest.mark.parametrize("body", [GZIPPED, b'{"a":1}'])
-def test_b7_an_encoded_body_is_forwarded_to_the_byte_where_the_policy_says_so(
+def test_an_encoded_body_is_forwarded_to_the_byte_where_the_policy_says_so(
     sidecar: SidecarFactory, upstream: RecordingUpstream, transport: str, body: bytes
 ) -> None:
     front = sidecar(policy="on_unmovable: forward")
@@ -210,14 +206,14 @@ def test_b7_an_encoded_body_is_forwarded_to_the_byte_where_the_policy_says_so(
     assert upstream.only.all("content-encoding") == ["gzip"]
 
 
-def test_b7_identity_is_no_encoding(front: RunningSidecar, upstream: RecordingUpstream, transport: str) -> None:
+def test_identity_is_not_an_encoding(front: RunningSidecar, upstream: RecordingUpstream, transport: str) -> None:
     answer = call(front.address, RENDER, b"{}", priority("5"), (b"Content-Encoding", b"identity"), transport=transport)
     assert answer.status == 200
     assert_moved(upstream.only, b"{}", 5)
 
 
 @pytest.mark.parametrize("media_type", [b"text/plain", b"application/x-www-form-urlencoded", b"text/json", None])
-def test_b7_a_body_that_is_not_called_json_is_refused(
+def test_a_body_of_another_media_type_is_rejected(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, media_type: bytes | None
 ) -> None:
     answer = call(front.address, RENDER, b"{}", priority("5"), transport=transport, content_type=media_type)
@@ -227,7 +223,7 @@ def test_b7_a_body_that_is_not_called_json_is_refused(
 
 
 @pytest.mark.parametrize("media_type", [b"text/plain", None])
-def test_b7_a_body_that_is_not_called_json_is_forwarded_where_the_policy_says_so(
+def test_a_body_of_another_media_type_is_forwarded_where_the_policy_says_so(
     sidecar: SidecarFactory, upstream: RecordingUpstream, transport: str, media_type: bytes | None
 ) -> None:
     front = sidecar(policy="on_unmovable: forward")
@@ -239,7 +235,7 @@ def test_b7_a_body_that_is_not_called_json_is_forwarded_where_the_policy_says_so
 @pytest.mark.parametrize(
     "media_type", [b"application/json", b"Application/JSON", b"application/json; charset=utf-8", b"application/json;x"]
 )
-def test_b7_every_spelling_that_vllm_takes_for_json_is_edited(
+def test_every_spelling_that_vllm_accepts_as_json_is_edited(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, media_type: bytes
 ) -> None:
     assert call(front.address, RENDER, b"{}", priority("5"), transport=transport, content_type=media_type).status == 200
@@ -257,7 +253,7 @@ def test_b7_every_spelling_that_vllm_takes_for_json_is_edited(
         '{"a":"\U0001f600 é ﷽","\u2028":1}'.encode(),
     ],
 )
-def test_b8_odd_bytes_are_kept_and_the_length_is_right(
+def test_odd_bytes_are_kept_and_the_length_is_right(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, body: bytes
 ) -> None:
     assert _post(front, "6", body, transport).status == 200
@@ -268,7 +264,7 @@ def test_b8_odd_bytes_are_kept_and_the_length_is_right(
         assert request.body == body[:-1] + b',"priority":6}'
 
 
-def test_b8_a_nul_behind_the_object_is_malformed_and_goes_on(
+def test_a_nul_after_the_object_is_malformed_and_passes_through(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str
 ) -> None:
     assert _post(front, "6", b'{"a":1}\x00', transport).status == 200
@@ -285,7 +281,7 @@ DUPLICATES = (
 
 @pytest.mark.parametrize("value", ["5", "-9223372036854775808"])
 @pytest.mark.parametrize("body", DUPLICATES)
-def test_b9_readers_of_the_first_and_of_the_last_duplicate_agree(
+def test_readers_of_the_first_and_of_the_last_duplicate_agree(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, body: bytes, value: str
 ) -> None:
     answer = _post(front, value, body, transport)
@@ -309,7 +305,7 @@ def test_b9_readers_of_the_first_and_of_the_last_duplicate_agree(
         b"1" * 300,
     ],
 )
-def test_b9_an_old_value_of_any_kind_is_replaced_where_it_stands(
+def test_an_old_value_of_any_type_is_replaced_in_place(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, old: bytes
 ) -> None:
     body = b'{"a":1, "priority" :\t' + old + b' ,"z":[2]}\n'
@@ -318,7 +314,7 @@ def test_b9_an_old_value_of_any_kind_is_replaced_where_it_stands(
 
 
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
-def test_b10_a_body_in_utf_16_or_32_is_refused(
+def test_a_body_in_utf_16_or_32_is_rejected(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, encoding: str
 ) -> None:
     answer = _post(front, "5", '{"prompt":"é","priority":2}'.encode(encoding), transport)
@@ -339,7 +335,7 @@ def _parse_as_vllm_does(request: Request, connection: Connection) -> None:
 
 @pytest.mark.parametrize("value", ["5", "12", "-100", "-9223372036854775808"])
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
-def test_b10_a_body_in_utf_16_or_32_can_still_be_read_where_the_policy_forwards_it(
+def test_a_body_in_utf_16_or_32_can_still_be_read_where_the_policy_forwards_it(
     sidecar: SidecarFactory, upstream: RecordingUpstream, transport: str, encoding: str, value: str
 ) -> None:
     document = {"prompt": "é", "priority": 2}
@@ -355,7 +351,7 @@ def test_b10_a_body_in_utf_16_or_32_can_still_be_read_where_the_policy_forwards_
     [b'{"a":', b'{"a":1', b'{"a"}', b'{"a":1,}', b"{,}", b"{a:1}", b'{"a":1}}', b'{"a":1} x', b"{'a':1}", b'{"a":tru',
      b'{"a":"', b'{"priority', b'{"priority":', b"{", b"}", b"[{]}", b'{"a":[}]}', b'{"a" 1}', b'{"a":1 "b":2}'],
 )  # fmt: skip
-def test_b11_malformed_json_stays_malformed_and_reaches_the_upstream(
+def test_malformed_json_stays_malformed_and_reaches_the_upstream(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, body: bytes
 ) -> None:
     """vLLM's own error is the better one. An edit that mended a body would run what no client sent."""
@@ -367,7 +363,7 @@ def test_b11_malformed_json_stays_malformed_and_reaches_the_upstream(
 
 
 @pytest.mark.parametrize("depth", [500, 20_000, 100_000])
-def test_b11_deep_nesting_is_passed_through(
+def test_deep_nesting_passes_through(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, depth: int
 ) -> None:
     body = b'{"a":' + b"[" * depth + b"]" * depth + b',"priority":{"b":' + b"[" * 40 + b"]" * 40 + b"}}"

@@ -18,14 +18,14 @@ from .wire import call, priority
 
 # What Envoy Gateway decides, not the script: its clocks and its own "100 Continue".
 GATEWAYS_OWN = ISTIOS_OWN | {
-    "test_t5_a_client_that_expects_a_100_gets_the_rejection",
-    "test_t11_a_path_with_a_control_character_is_rejected",  # it matches no route of ours there
-    "test_t6_no_timeout_is_shorter_than_a_long_queue",
+    "test_a_client_that_expects_a_100_gets_the_rejection",
+    "test_a_path_with_a_control_character_is_rejected",  # it matches no route of ours there
+    "test_no_timeout_is_shorter_than_a_long_queue",
 }
 # An engine's /render paths are the render servers' at a gateway; the cases below say what remains.
 BY_ROLE = {
-    "test_m1_the_answer_of_messages_render_carries_the_priority",
-    "test_m4_each_route_that_ignores_the_header_gets_the_member",
+    "test_the_response_of_messages_render_carries_the_priority",
+    "test_each_route_that_ignores_the_header_gets_the_member",
 }
 
 
@@ -67,7 +67,7 @@ def test_each_path_of_the_role_gets_the_member(
     assert upstream.only.all("x-vllm-priority") == []
 
 
-def test_the_answer_of_messages_render_carries_the_priority(
+def test_the_response_of_messages_render_carries_the_priority(
     gateway: SidecarFactory, upstream: RecordingUpstream
 ) -> None:
     upstream.handler = answering(response(b'{"token_ids":[1],"priority":0}'))

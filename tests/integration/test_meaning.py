@@ -1,4 +1,4 @@
-"""Table M of the pitfalls: where a priority goes, and what it means there."""
+"""Where a priority goes, and what it means there."""
 
 import json
 import threading
@@ -22,7 +22,7 @@ ASKED = b'{"model":"tiny","max_tokens":4,"priority":2,"messages":[{"role":"user"
 
 @each_transport
 @pytest.mark.parametrize("role", ["render", "engine"])
-def test_m1_the_answer_of_messages_render_carries_the_priority(
+def test_the_response_of_messages_render_carries_the_priority(
     sidecar: SidecarFactory, upstream: RecordingUpstream, transport: str, role: str
 ) -> None:
     upstream.handler = answering(response(GENERATE_REQUEST))
@@ -35,7 +35,7 @@ def test_m1_the_answer_of_messages_render_carries_the_priority(
 
 @each_transport
 @pytest.mark.parametrize("cuts", [1, 2, 7, 1000])
-def test_m1_an_answer_in_pieces_is_edited_too(
+def test_a_response_in_pieces_is_edited_too(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, cuts: int
 ) -> None:
     pieces = [GENERATE_REQUEST[at : at + cuts] for at in range(0, len(GENERATE_REQUEST), cuts)]
@@ -46,7 +46,7 @@ def test_m1_an_answer_in_pieces_is_edited_too(
 
 @each_transport
 @pytest.mark.parametrize("value", ["-9223372036854775808", "9223372036854775807", "0"])
-def test_m1_an_answer_keeps_every_digit(
+def test_a_response_keeps_every_digit(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, value: str
 ) -> None:
     upstream.handler = answering(response(GENERATE_REQUEST))
@@ -54,9 +54,7 @@ def test_m1_an_answer_keeps_every_digit(
     assert json.loads(answer.body) == json.loads(GENERATE_REQUEST) | {"priority": int(value)}
 
 
-def test_m1_each_object_of_an_answer_that_is_a_list_is_edited(
-    front: RunningSidecar, upstream: RecordingUpstream
-) -> None:
+def test_each_object_of_a_response_that_is_a_list_is_edited(front: RunningSidecar, upstream: RecordingUpstream) -> None:
     items = [{"token_ids": [1], "priority": 0}, {"token_ids": [[{"priority": 1}]], "priority": 0}]
     upstream.handler = answering(response(json.dumps(items).encode()))
     answer = call(front.address, MESSAGES, ASKED, priority("-7"))
@@ -67,7 +65,7 @@ def test_m1_each_object_of_an_answer_that_is_a_list_is_edited(
 @pytest.mark.parametrize(
     "status", [b"400 Bad Request", b"401 Unauthorized", b"403 Forbidden", b"404 Not Found", b"500 Internal Error"]
 )
-def test_m1_an_error_of_messages_render_is_not_edited(
+def test_an_error_of_messages_render_is_not_edited(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, status: bytes
 ) -> None:
     error = b'{"error":{"message":"m","type":"t","param":null,"code":1}}'
@@ -80,7 +78,7 @@ def test_m1_an_error_of_messages_render_is_not_edited(
 @pytest.mark.parametrize(
     ("content_type", "more"), [(b"text/plain", ()), (b"application/json", ((b"content-encoding", b"gzip"),))]
 )
-def test_m1_an_answer_that_cannot_be_edited_goes_back_as_it_is(
+def test_a_response_that_cannot_be_edited_passes_through(
     front: RunningSidecar, upstream: RecordingUpstream, content_type: bytes, more: tuple[tuple[bytes, bytes], ...]
 ) -> None:
     upstream.handler = answering(response(GENERATE_REQUEST, headers=more, content_type=content_type))
@@ -91,7 +89,7 @@ def test_m1_an_answer_that_cannot_be_edited_goes_back_as_it_is(
 
 
 @pytest.mark.parametrize("answer_body", [b"", b"null", b"[]", b"{", b'{"priority":0', b'"priority"'])
-def test_m1_an_odd_answer_of_messages_render_still_comes_back(
+def test_an_unusual_response_of_messages_render_still_comes_back(
     front: RunningSidecar, upstream: RecordingUpstream, answer_body: bytes
 ) -> None:
     for data in (response(answer_body), response(b"", chunks=[answer_body] if answer_body else [])):
@@ -102,7 +100,7 @@ def test_m1_an_odd_answer_of_messages_render_still_comes_back(
         assert answer.body.startswith(answer_body[:12])
 
 
-def test_m1_without_the_header_the_answer_of_messages_render_is_left_alone(
+def test_without_the_header_the_response_of_messages_render_is_left_alone(
     front: RunningSidecar, upstream: RecordingUpstream
 ) -> None:
     upstream.handler = answering(response(GENERATE_REQUEST))
@@ -110,7 +108,7 @@ def test_m1_without_the_header_the_answer_of_messages_render_is_left_alone(
     assert (answer.status, answer.body, answer.applied) == (200, GENERATE_REQUEST, "none; outcome=absent")
 
 
-def test_m1_an_answer_streams_back_before_it_is_whole(front: RunningSidecar, upstream: RecordingUpstream) -> None:
+def test_a_response_streams_back_before_it_is_complete(front: RunningSidecar, upstream: RecordingUpstream) -> None:
     seen = threading.Event()
 
     def handler(request: Request, connection: Connection) -> None:
@@ -146,7 +144,7 @@ SCALE_OUT_OFF = (
 
 @each_transport
 @pytest.mark.parametrize("target", [RENDER, MESSAGES, GENERATE])
-def test_m2_the_403_of_a_server_without_scale_out_comes_back_as_it_is(
+def test_the_403_of_a_server_without_scale_out_passes_through(
     sidecar: SidecarFactory, upstream: RecordingUpstream, transport: str, target: str
 ) -> None:
     upstream.handler = answering(response(SCALE_OUT_OFF, b"403 Forbidden"))
@@ -155,7 +153,7 @@ def test_m2_the_403_of_a_server_without_scale_out_comes_back_as_it_is(
     assert answer.all("content-length") == [str(len(SCALE_OUT_OFF))]
 
 
-def test_m2_an_answer_that_comes_before_the_body_has_ended_gets_through(
+def test_a_response_that_comes_before_the_end_of_the_body_gets_through(
     front: RunningSidecar, upstream: RecordingUpstream
 ) -> None:
     def handler(request: Request, connection: Connection) -> None:
@@ -181,7 +179,7 @@ def test_m2_an_answer_that_comes_before_the_body_has_ended_gets_through(
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("body", [b'{"n":2,"best_of":3}', b'{"priority":1,"n":2}'])
-def test_m3_only_sglang_gets_the_negated_value_and_n_is_never_touched(
+def test_only_sglang_gets_the_negated_value_and_n_is_never_touched(
     sidecar: SidecarFactory,
     upstream: RecordingUpstream,
     transport: str,
@@ -196,9 +194,7 @@ def test_m3_only_sglang_gets_the_negated_value_and_n_is_never_touched(
     assert json.loads(upstream.only.body)["n"] == 2
 
 
-def test_m3_a_value_that_cannot_be_negated_is_out_of_range(
-    sidecar: SidecarFactory, upstream: RecordingUpstream
-) -> None:
+def test_a_value_that_cannot_be_negated_is_out_of_range(sidecar: SidecarFactory, upstream: RecordingUpstream) -> None:
     front = sidecar(policy="engine: sglang")
     answer = call(front.address, RENDER, b"{}", priority("-9223372036854775808"))
     assert (answer.status, answer.applied) == (400, "none; outcome=out_of_range")
@@ -217,7 +213,7 @@ ROUTES_WITHOUT_HEADER = {
 @pytest.mark.parametrize(
     ("role", "target"), [(role, path) for role, paths in ROUTES_WITHOUT_HEADER.items() for path in paths]
 )
-def test_m4_each_route_that_ignores_the_header_gets_the_member(
+def test_each_route_that_ignores_the_header_gets_the_member(
     sidecar: SidecarFactory, upstream: RecordingUpstream, role: str, target: str
 ) -> None:
     assert call(sidecar(role).address, target, b'{"a":1}', priority("-3")).status == 200
@@ -230,7 +226,7 @@ def test_m4_each_route_that_ignores_the_header_gets_the_member(
     "target",
     ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/decisions", "/v1/embeddings"],
 )
-def test_m4_the_header_stays_where_vllm_reads_it_and_nothing_goes_into_the_body(
+def test_the_header_stays_where_vllm_reads_it_and_nothing_goes_into_the_body(
     sidecar: SidecarFactory, upstream: RecordingUpstream, role: str, target: str
 ) -> None:
     answer = call(sidecar(role).address, target, b'{"a":1}', priority("-3"))
@@ -239,7 +235,7 @@ def test_m4_the_header_stays_where_vllm_reads_it_and_nothing_goes_into_the_body(
     assert upstream.only.all("x-vllm-priority") == ["-3"]
 
 
-def test_m4_generate_is_none_of_the_render_servers_routes(front: RunningSidecar, upstream: RecordingUpstream) -> None:
+def test_generate_is_not_a_route_of_the_render_server(front: RunningSidecar, upstream: RecordingUpstream) -> None:
     answer = call(front.address, GENERATE, b'{"a":1}', priority("-3"))
     assert answer.applied is None
     assert_untouched(upstream.only, b'{"a":1}')

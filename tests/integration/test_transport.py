@@ -1,4 +1,4 @@
-"""Table T of the pitfalls: what must hold between the client's bytes and the upstream's."""
+"""What must hold between the bytes of the client and those of the upstream."""
 
 import json
 import socket
@@ -36,7 +36,7 @@ def _head(framing: bytes, *, target: str = RENDER, value: bytes | None = b"5") -
 
 @each_transport
 @pytest.mark.parametrize("body", DOCUMENTS)
-def test_t1_one_framing_reaches_the_upstream_and_its_length_is_right(
+def test_one_framing_reaches_the_upstream_and_its_length_is_right(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, body: bytes
 ) -> None:
     for cuts in ([], range(len(body)), [1], [len(body) - 1], range(0, len(body), 3)):
@@ -53,7 +53,7 @@ LONG = 1_500_000
 
 
 @pytest.mark.parametrize("pause", [0.0, 0.003])
-def test_t1_one_byte_a_chunk_over_time(front: RunningSidecar, upstream: RecordingUpstream, pause: float) -> None:
+def test_one_byte_a_chunk_over_time(front: RunningSidecar, upstream: RecordingUpstream, pause: float) -> None:
     body = DOCUMENTS[1]
     with Http1(front.address) as client:
         client.send(_head(b"Transfer-Encoding: chunked"))
@@ -65,7 +65,7 @@ def test_t1_one_byte_a_chunk_over_time(front: RunningSidecar, upstream: Recordin
     assert_moved(upstream.only, body, 5)
 
 
-def test_t1_requests_on_one_connection_do_not_run_into_each_other(
+def test_requests_on_one_connection_do_not_run_into_each_other(
     front: RunningSidecar, upstream: RecordingUpstream
 ) -> None:
     bodies = [b'{"a":%d}' % number for number in range(5)]
@@ -76,7 +76,7 @@ def test_t1_requests_on_one_connection_do_not_run_into_each_other(
         assert_moved(request, body, 5)
 
 
-def test_t1_streams_of_one_connection_do_not_mix(front: RunningSidecar, upstream: RecordingUpstream) -> None:
+def test_streams_of_one_connection_do_not_mix(front: RunningSidecar, upstream: RecordingUpstream) -> None:
     bodies = [b'{"number":%d,"priority":0}' % number for number in range(20)]
     with Http2(front.address) as client:
         streams = [client.open("POST", RENDER, [JSON, priority(str(number))]) for number in range(len(bodies))]
@@ -102,7 +102,7 @@ def test_t1_streams_of_one_connection_do_not_mix(front: RunningSidecar, upstream
         [(b"Transfer-Encoding", b"xchunked")],
     ],
 )
-def test_t2_an_ambiguous_framing_is_refused_and_nothing_reaches_the_upstream(
+def test_an_ambiguous_framing_is_rejected_and_nothing_reaches_the_upstream(
     front: RunningSidecar, upstream: RecordingUpstream, target: str, framing: list[tuple[bytes, bytes]]
 ) -> None:
     with Http1(front.address) as client:
@@ -111,7 +111,7 @@ def test_t2_an_ambiguous_framing_is_refused_and_nothing_reaches_the_upstream(
     assert upstream.requests == []
 
 
-def test_t2_both_lengths_are_a_400(front: RunningSidecar, upstream: RecordingUpstream) -> None:
+def test_both_lengths_are_a_400(front: RunningSidecar, upstream: RecordingUpstream) -> None:
     with Http1(front.address) as client:
         client.send(
             head_bytes("POST", RENDER, [HOST_LINE, JSON, (b"Content-Length", b"2"), (b"Transfer-Encoding", b"chunked")])
@@ -121,7 +121,7 @@ def test_t2_both_lengths_are_a_400(front: RunningSidecar, upstream: RecordingUps
     assert upstream.requests == []
 
 
-def test_t2_the_config_never_allows_a_chunked_body_with_a_length(front: RunningSidecar) -> None:
+def test_the_config_never_allows_a_chunked_body_with_a_length(front: RunningSidecar) -> None:
     for manager in front.config("HttpConnectionManager"):
         assert manager.get("http_protocol_options", {}).get("allow_chunked_length", False) is False
 
@@ -134,7 +134,7 @@ def image() -> bytes:
 
 
 @each_transport
-def test_t3_a_body_past_every_default_buffer_passes(
+def test_a_body_past_every_default_buffer_passes(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, image: bytes
 ) -> None:
     assert call(front.address, RENDER, image, priority("5"), transport=transport).status == 200
@@ -145,7 +145,7 @@ LIMITED = "limits: {max_body_bytes: 1000}"
 
 
 @each_transport
-def test_t3_a_body_past_the_configured_limit_is_a_413(
+def test_a_body_past_the_configured_limit_is_a_413(
     sidecar: SidecarFactory, upstream: RecordingUpstream, transport: str
 ) -> None:
     body = b'{"prompt":"' + b"x" * 5000 + b'"}'
@@ -161,7 +161,7 @@ def test_t3_a_body_past_the_configured_limit_is_a_413(
 
 @each_transport
 @pytest.mark.parametrize("size", [999, 1000])
-def test_t3_a_body_up_to_the_limit_passes(
+def test_a_body_up_to_the_limit_passes(
     sidecar: SidecarFactory, upstream: RecordingUpstream, transport: str, size: int
 ) -> None:
     body = b'{"prompt":"' + b"x" * (size - 13) + b'"}'
@@ -172,7 +172,7 @@ def test_t3_a_body_up_to_the_limit_passes(
 
 
 @each_transport
-def test_t3_the_limit_is_of_the_edited_routes_only(
+def test_the_limit_applies_to_the_edited_routes_only(
     sidecar: SidecarFactory, upstream: RecordingUpstream, transport: str
 ) -> None:
     body = b'{"prompt":"' + b"x" * 5000 + b'"}'
@@ -187,7 +187,7 @@ def test_t3_the_limit_is_of_the_edited_routes_only(
         ("/v1/chat/completions", b"5", "chunked"), ("/v1/files", None, "chunked"),
     ],
 )  # fmt: skip
-def test_t4_the_upstream_has_the_first_bytes_before_the_client_has_sent_the_last(
+def test_the_upstream_has_the_first_bytes_before_the_client_has_sent_the_last(
     front: RunningSidecar, upstream: RecordingUpstream, target: str, value: bytes | None, framing: str
 ) -> None:
     body = b'{"prompt":"' + b"x" * LONG + b'"}'
@@ -214,7 +214,7 @@ def _continuing(request: Request, connection: Connection) -> None:
 @pytest.mark.parametrize("target", [RENDER, "/v1/chat/completions"])
 @pytest.mark.parametrize("framing", ["length", "chunked"])
 @pytest.mark.parametrize("server", ["recording", "uvicorn"])
-def test_t5_a_client_that_holds_its_body_back_gets_one_100_then_the_answer(
+def test_a_client_that_holds_its_body_back_gets_one_100_then_the_response(
     sidecar: SidecarFactory, upstream: RecordingUpstream, uvicorn_echo: Address, target: str, framing: str, server: str
 ) -> None:
     upstream.handler = _continuing
@@ -234,7 +234,7 @@ def test_t5_a_client_that_holds_its_body_back_gets_one_100_then_the_answer(
         assert_moved(upstream.only, body, 5)
 
 
-def test_t5_a_client_that_expects_a_100_gets_the_rejection(front: RunningSidecar, upstream: RecordingUpstream) -> None:
+def test_a_client_that_expects_a_100_gets_the_rejection(front: RunningSidecar, upstream: RecordingUpstream) -> None:
     with Http1(front.address) as client:
         client.send(
             head_bytes(
@@ -260,7 +260,7 @@ def _chunk(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("target", "value"), [("/v1/completions", None), ("/v1/completions", b"5"), (RENDER, b"5"), (RENDER, None)]
 )
-def test_t6_each_token_comes_when_it_is_sent(
+def test_each_token_comes_when_it_is_sent(
     front: RunningSidecar, upstream: RecordingUpstream, target: str, value: bytes | None
 ) -> None:
     go = threading.Semaphore(0)
@@ -290,7 +290,7 @@ def _seconds(text: str | None) -> float:
     return float((text or "0s").rstrip("s"))
 
 
-def test_t6_no_timeout_is_shorter_than_a_long_queue(front: RunningSidecar) -> None:
+def test_no_timeout_is_shorter_than_a_long_queue(front: RunningSidecar) -> None:
     """A gap of six minutes, in short: none of Envoy's clocks that end a silent response runs out within an hour.
 
     `request_timeout` is not one of them: it stops when the request is complete (test_clients.py).
@@ -322,7 +322,7 @@ LEAVE_BOUND = 1.0
 
 @pytest.mark.parametrize("protocol", ["h1", "h2c", "h2c-reset"])
 @pytest.mark.parametrize(("target", "value"), [("/v1/completions", None), (RENDER, b"5")])
-def test_t7_a_client_that_leaves_closes_the_upstream_connection(
+def test_a_client_that_leaves_closes_the_upstream_connection(
     front: RunningSidecar, upstream: RecordingUpstream, protocol: str, target: str, value: bytes | None
 ) -> None:
     waits = []
@@ -353,7 +353,7 @@ def test_t7_a_client_that_leaves_closes_the_upstream_connection(
 
 
 @pytest.mark.parametrize("protocol", ["h1", "h2c"])
-def test_t7_a_client_that_leaves_while_its_request_queues(
+def test_a_client_that_leaves_while_its_request_queues(
     front: RunningSidecar, upstream: RecordingUpstream, protocol: str
 ) -> None:
     def handler(request: Request, connection: Connection) -> None:
@@ -375,7 +375,7 @@ def _active(front: RunningSidecar) -> int:
     return sum(value for name, value in front.stats().items() if name.endswith("vllm_priority.downstream_rq_active"))
 
 
-def test_t7_a_client_that_leaves_in_its_own_body(front: RunningSidecar, upstream: RecordingUpstream) -> None:
+def test_a_client_that_leaves_in_its_own_body(front: RunningSidecar, upstream: RecordingUpstream) -> None:
     with Http1(front.address) as client:
         client.send(_head(b"Content-Length: %d" % LONG, value=None) + b'{"a":')
         request = upstream.wait(1)[0]
@@ -387,7 +387,7 @@ def test_t7_a_client_that_leaves_in_its_own_body(front: RunningSidecar, upstream
 @pytest.mark.parametrize(
     "line", [b"Content-Length: %d" % LONG, b"Transfer-Encoding: chunked"], ids=["length", "chunked"]
 )
-def test_t7_nothing_of_a_held_body_leaves_when_its_client_leaves(
+def test_nothing_of_a_held_body_leaves_when_its_client_leaves(
     front: RunningSidecar, upstream: RecordingUpstream, line: bytes
 ) -> None:
     with Http1(front.address) as client:
@@ -397,7 +397,7 @@ def test_t7_nothing_of_a_held_body_leaves_when_its_client_leaves(
     assert upstream.requests == []
 
 
-def test_t8_a_connection_that_rested_for_five_to_six_seconds_is_no_trap(
+def test_a_connection_that_was_idle_for_five_to_six_seconds_is_safe(
     sidecar: SidecarFactory, uvicorn_echo: Address
 ) -> None:
     """uvicorn closes after 5 s: a pool that keeps a connection as long sends requests into the closing door."""
@@ -414,7 +414,7 @@ def test_t8_a_connection_that_rested_for_five_to_six_seconds_is_no_trap(
         assert list(pool.map(twice, gaps)) == [[200, 200]] * len(gaps)
 
 
-def test_t8_the_pool_lets_go_before_uvicorn_does(front: RunningSidecar) -> None:
+def test_the_pool_closes_idle_connections_before_uvicorn_does(front: RunningSidecar) -> None:
     clusters = [c for c in front.config("Cluster") if c["name"] == "upstream"]
     assert clusters
     for cluster in clusters:
@@ -425,7 +425,7 @@ def test_t8_the_pool_lets_go_before_uvicorn_does(front: RunningSidecar) -> None:
 @each_transport
 @pytest.mark.parametrize(("target", "value"), [("/v1/completions", None), (RENDER, "5")])
 @pytest.mark.parametrize("warm", [False, True])
-def test_t9_a_post_is_never_sent_twice(
+def test_a_post_is_never_sent_twice(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, target: str, value: str | None, warm: bool
 ) -> None:
     if warm:  # a reset on a connection that served before is the case that proxies retry
@@ -445,7 +445,7 @@ def test_t9_a_post_is_never_sent_twice(
     assert len(upstream.requests) == 1
 
 
-def test_t9_a_dead_upstream_is_a_503(sidecar: SidecarFactory) -> None:
+def test_a_dead_upstream_is_a_503(sidecar: SidecarFactory) -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     front = sidecar(to=Address("127.0.0.1", port))
@@ -456,7 +456,7 @@ def test_t9_a_dead_upstream_is_a_503(sidecar: SidecarFactory) -> None:
         assert answer.status == 503
 
 
-def test_t10_an_underscore_is_no_hyphen_and_case_does_not_matter(
+def test_an_underscore_is_not_a_hyphen_and_case_does_not_matter(
     front: RunningSidecar, upstream: RecordingUpstream
 ) -> None:
     answer = call(front.address, RENDER, b'{"priority":2}', (b"X_Vllm_Priority", b"-100"))
@@ -478,7 +478,7 @@ def test_t10_an_underscore_is_no_hyphen_and_case_does_not_matter(
         "/v1/chat/completions%2frender", "/v1/chat/completions/%72ender", "/%76%31/chat/completions/render?x",
     ],
 )  # fmt: skip
-def test_t11_the_path_is_matched_decoded_and_without_its_query_and_sent_as_it_came(
+def test_the_path_is_matched_decoded_and_without_its_query_and_sent_as_it_came(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, target: str
 ) -> None:
     assert call(front.address, target, b"{}", priority("5"), transport=transport).status == 200
@@ -488,7 +488,7 @@ def test_t11_the_path_is_matched_decoded_and_without_its_query_and_sent_as_it_ca
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("target", [RENDER + "%0a", RENDER + "%0A?x=1", RENDER + "%00", "/v1/files%7f"])
-def test_t11_a_path_with_a_control_character_is_rejected(
+def test_a_path_with_a_control_character_is_rejected(
     front: RunningSidecar, upstream: RecordingUpstream, target: str, transport: str
 ) -> None:
     """Starlette's route regex ends in $, which also matches before a final newline."""
@@ -507,7 +507,7 @@ def test_t11_a_path_with_a_control_character_is_rejected(
         "/v1/chat/completions//render", "/v1/models?" + RENDER, "/",
     ],
 )  # fmt: skip
-def test_t11_a_path_that_only_resembles_a_route_is_vllms_own_to_answer(
+def test_a_path_that_only_resembles_a_route_is_left_to_vllm(
     front: RunningSidecar, upstream: RecordingUpstream, transport: str, target: str
 ) -> None:
     location = (b"location", b"http://vllm.example" + RENDER.encode())
@@ -522,9 +522,7 @@ def test_t11_a_path_that_only_resembles_a_route_is_vllms_own_to_answer(
 
 @pytest.mark.parametrize("method", ["GET", "PUT", "PATCH", "DELETE", "OPTIONS", "HEAD"])
 @pytest.mark.parametrize("transport", ["h1-length", "h2c-length"])
-def test_t11_only_post_is_edited(
-    front: RunningSidecar, upstream: RecordingUpstream, transport: str, method: str
-) -> None:
+def test_only_post_is_edited(front: RunningSidecar, upstream: RecordingUpstream, transport: str, method: str) -> None:
     body = b'{"priority":2}' if method in ("PUT", "PATCH", "DELETE") else b""
     if method == "HEAD":
         upstream.handler = answering(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n")
@@ -534,14 +532,14 @@ def test_t11_only_post_is_edited(
     assert upstream.only.all("x-vllm-priority") == ["x"]
 
 
-def test_t12_an_absolute_form_target_is_matched_by_its_path(front: RunningSidecar, upstream: RecordingUpstream) -> None:
+def test_an_absolute_form_target_is_matched_by_its_path(front: RunningSidecar, upstream: RecordingUpstream) -> None:
     with Http1(front.address) as client:
         client.send(_head(b"Content-Length: 2", target="http://vllm.example" + RENDER + "?x=1") + b"{}")
         assert client.answer().status == 200
     assert_moved(upstream.only, b"{}", 5)
 
 
-def test_t12_a_stream_that_h2c_resets_in_its_body_leaves_the_connection_usable(
+def test_a_stream_that_h2c_resets_in_its_body_leaves_the_connection_usable(
     front: RunningSidecar, upstream: RecordingUpstream
 ) -> None:
     with Http2(front.address) as client:
@@ -554,7 +552,7 @@ def test_t12_a_stream_that_h2c_resets_in_its_body_leaves_the_connection_usable(
     assert_moved(upstream.only, b"{}", 6)
 
 
-def test_t12_an_upstream_that_closes_in_the_middle_of_its_answer_is_not_hidden(
+def test_an_upstream_that_closes_in_the_middle_of_its_response_is_not_hidden(
     front: RunningSidecar, upstream: RecordingUpstream
 ) -> None:
     def handler(request: Request, connection: Connection) -> None:
