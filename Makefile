@@ -9,11 +9,17 @@ FUZZ_SEED ?=
 FUZZ_ROUNDS ?= 750
 ENVOY_VERSIONS ?= 1.37.0 1.38.3 1.39.3 1.40.0
 STAMP := $(VENV)/.installed
+# The oldest Python that works, and the first that is not supported.
+PYTHONS := $(shell sed -n 's/^requires-python = ">=\(.*\),<\(.*\)"/\1 \2/p' pyproject.toml)
+VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
+IMAGE ?= vllm-priority:$(VERSION)
+BUILD_IMAGE ?= docker buildx build --platform linux/amd64,linux/arm64
+CHART := dist/vllm-priority-$(VERSION).tgz
 export PATH := $(CURDIR)/$(TOOLS):$(PATH)
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-namespaces test-envoys fuzz e2e lint golden check-golden check-jit envoy-config bench \
-	bench-control-plane test-image test-cluster manifests dist lock clean
+	bench-control-plane test-image test-cluster manifests chart sbom checksums dist check-tag image push-chart lock clean
 
 help: ## List the targets
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z0-9-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -21,11 +27,13 @@ help: ## List the targets
 setup: $(STAMP) ## Install everything into .venv (leaves .venv/bin/vllm-priority)
 
 $(STAMP): requirements-dev.lock pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' || \
-		{ echo "make: $$($(PYTHON) --version) is not supported; allowed: 3.11 to 3.13, as in: make PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; low, end = ([*map(int, v.split("."))] for v in sys.argv[1:]); \
+		sys.exit(not low <= [*sys.version_info[:2]] < end)' $(PYTHONS) || \
+		{ echo "make: $$($(PYTHON) --version) is not supported. Use Python $(firstword $(PYTHONS)) or later, before" \
+			"$(lastword $(PYTHONS)), for example: make PYTHON=python$(firstword $(PYTHONS))" >&2; exit 2; }
 	@echo "setup: a virtual environment in $(VENV), about a minute"
 	@$(PYTHON) -m venv $(VENV) 2>/dev/null || $(PYTHON) -m virtualenv --quiet $(VENV) 2>/dev/null || \
-		{ echo "make: $(PYTHON) cannot make a virtual environment; next: install its venv module, on Debian: apt-get install python3-venv" >&2; exit 2; }
+		{ echo "make: $(PYTHON) cannot create a virtual environment. Install its venv module, on Debian: apt-get install python3-venv" >&2; exit 2; }
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-dev.lock
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
@@ -60,24 +68,25 @@ e2e: setup ## Run the end-to-end tests on real vLLM (installs it: 3.5 GB)
 	$(BIN)/python tests/e2e/setup_vllm.py
 	$(BIN)/python -m pytest tests/e2e
 
-lint: setup $(TOOLS)/helm ## ruff, mypy, import-linter, luacheck, StyLua, hadolint, helm lint
+lint: setup $(TOOLS)/helm ## ruff, mypy, import-linter, luacheck, StyLua, hadolint, helm lint, actionlint
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	@command -v luacheck >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get install -y -qq lua-check >/dev/null; } || \
-		{ echo "make: luacheck is missing; next: apt-get install lua-check" >&2; exit 2; }
+		{ echo "make: luacheck is missing. Install it, on Debian: apt-get install lua-check" >&2; exit 2; }
 	luacheck --quiet lua
 	stylua --check lua
 	$(BIN)/hadolint Dockerfile
 	helm lint --quiet --strict deploy/chart
+	$(BIN)/actionlint .github/workflows/*.yml
 
 golden: setup $(TOOLS)/helm ## Remake the golden files
 	$(BIN)/python -m tests.golden.regenerate
 
 check-golden: golden ## Fail where the golden files differ from what is rendered
 	@git diff --exit-code -- tests/golden deploy docs || \
-		{ echo "make: golden files differ; next: look at the difference, and commit it if it is meant" >&2; exit 1; }
+		{ echo "make: golden files differ. Look at the difference, and commit it if it is intended" >&2; exit 1; }
 
 envoy-config: setup ## Write build/envoy/render.yaml and engine.yaml, checked by Envoy (POLICY=FILE for your policy)
 	@mkdir -p build/envoy
@@ -105,15 +114,41 @@ test-cluster: setup $(TOOLS)/helm ## Run the story on the cluster that KUBECONFI
 manifests: setup ## Write build/manifests: Istio, Envoy Gateway and the injected example, with the built-in policy
 	$(BIN)/python -m tools.build_manifests build/manifests
 
-dist: setup ## Build the wheel, the source archive and the manifests into dist
-	$(BIN)/python -m hatchling build
-	$(BIN)/python -m tools.build_manifests dist/manifests
+chart: $(CHART) ## Package the chart into dist
 
+$(CHART): $(TOOLS)/helm $(shell find deploy/chart -type f)
+	helm package deploy/chart --destination dist
+
+sbom: setup ## Write the bill of materials of requirements.lock into dist, in CycloneDX JSON
+	@mkdir -p dist
+	$(BIN)/python -W ignore -m cyclonedx_py requirements requirements.lock --pyproject pyproject.toml \
+		--output-reproducible --output-format JSON --output-file dist/vllm-priority-$(VERSION).cdx.json
+
+checksums: ## Write dist/SHA256SUMS, of everything in dist
+	cd dist && rm -f SHA256SUMS && sha256sum * > SHA256SUMS && sha256sum --check SHA256SUMS
+
+dist: setup $(TOOLS)/helm ## Build the files of a release into dist: wheel, source archive, manifests, chart, SBOM, checksums
+	rm -rf dist
+	$(BIN)/python -m hatchling build
+	$(BIN)/python -m tools.build_manifests dist
+	@$(MAKE) --no-print-directory chart sbom checksums
+
+check-tag: ## Fail unless TAG names the version in pyproject.toml
+	@test "$(TAG)" = "v$(VERSION)" || { echo "make: '$(TAG)' is not the tag of this version. Use TAG=v$(VERSION)" >&2; exit 1; }
+
+image: ## Build the image for amd64 and arm64 (IMAGE=REGISTRY/NAME:TAG PUSH=1 to push it; BUILD_IMAGE="docker build" without buildx)
+	$(BUILD_IMAGE) --build-arg SOURCE_DATE_EPOCH="$$(git log -1 --format=%ct)" --tag $(IMAGE) $(if $(PUSH),--push) .
+
+push-chart: chart ## Push the chart to an OCI registry (CHARTS=oci://REGISTRY/PATH, HELM_PUSH_OPTIONS=--plain-http without TLS)
+	@test -n "$(CHARTS)" || { echo "make: CHARTS is not set. Use, for example: make push-chart CHARTS=oci://ghcr.io/you/charts" >&2; exit 2; }
+	helm push $(CHART) $(CHARTS) $(HELM_PUSH_OPTIONS)
+
+# The files' headers hold these commands, and Renovate runs them again: it requires the long options with "=".
 lock: ## Pin the dependencies anew (needs uv)
-	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
-		--custom-compile-command "make lock" pyproject.toml -o requirements.lock
-	uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate \
-		--custom-compile-command "make lock" --extra envoy --group dev -c requirements.lock pyproject.toml -o requirements-dev.lock
+	uv pip compile --quiet --universal --python-version=$(firstword $(PYTHONS)) --generate-hashes \
+		--output-file=requirements.lock pyproject.toml
+	uv pip compile --quiet --universal --python-version=$(firstword $(PYTHONS)) --generate-hashes --extra=envoy --group=dev \
+		--constraints=requirements.lock --output-file=requirements-dev.lock pyproject.toml
 
 clean: ## Remove what was built and fetched
 	rm -rf $(VENV) .cache build dist

@@ -15,6 +15,9 @@ from tools.fetch_tools import fetch
 CHART = Path(__file__).resolve().parent.parent / "deploy" / "chart"
 RELEASE, NAMESPACE = "vllm-priority", "priority-system"
 
+# The oldest and the newest version that kubernetes-validate knows.
+KUBERNETES_VERSIONS = ("1.33", "1.37")
+
 
 class HelmError(Exception):
     """helm refused; the message is what it wrote."""

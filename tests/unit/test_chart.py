@@ -4,7 +4,6 @@ import base64
 import json
 import re
 import subprocess
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,11 @@ from control_plane.policy import parse_policies
 from control_plane.server import process
 from tests.golden.chart import OWN_CA, VARIANTS
 from tests.golden.chart import rendered as golden_rendered
-from tests.helm import CHART, NAMESPACE, RELEASE, HelmError, documents, find, helm, template
+from tests.helm import CHART, KUBERNETES_VERSIONS, NAMESPACE, RELEASE, HelmError, documents, find, helm, template
 from tools.build_values import value_comments
 
 Objects = list[dict[str, Any]]
 ROOT = CHART.parent.parent
-
-# The oldest and the newest version that kubernetes-validate knows.
-KUBERNETES_VERSIONS = ("1.33", "1.37")
 
 # The kinds of operators, for which kubernetes-validate has no schema.
 CUSTOM_GROUPS = ("cert-manager.io/", "monitoring.coreos.com/")
@@ -54,12 +50,6 @@ def pod_specs(objects: Objects) -> Iterator[dict[str, Any]]:
 
 def test_helm_lint_finds_no_problem() -> None:
     assert "0 chart(s) failed" in helm("lint", "--strict", CHART)
-
-
-def test_the_chart_has_the_version_of_the_program() -> None:
-    program = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert (chart["version"], chart["appVersion"]) == (program, program)
 
 
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS)

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 from tests.image.dockerfile import ROOT, Step, stages
@@ -44,8 +43,3 @@ def test_what_it_copies_is_let_through_and_there() -> None:
         for source in text.split()[:-1]:
             assert source in let_through
             assert (ROOT / source).exists()
-
-
-def test_its_label_has_the_version_of_the_program() -> None:
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert f'org.opencontainers.image.version="{version}"' in of(FINAL, "LABEL")[0]

@@ -10,6 +10,7 @@ import yaml
 from control_plane.injector.manifests import inject_stream, uninject_stream
 from control_plane.injector.settings import InjectorSettings
 from control_plane.policy import Policies
+from tests.helm import KUBERNETES_VERSIONS
 from tools.build_manifests import injected_example
 
 EXAMPLE = Path(__file__).parents[2] / "deploy" / "examples" / "scale-out"
@@ -20,7 +21,7 @@ def documents(name: str) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(TEXTS[name]))
 
 
-@pytest.mark.parametrize("version", ["1.33", "1.37"])
+@pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
 @pytest.mark.parametrize("name", TEXTS)
 def test_kubernetes_accepts_it(name: str, version: str) -> None:
     for document in documents(name):
