@@ -1,4 +1,4 @@
-"""What is built from the chart's values.yaml: values.schema.json, and the table of values in docs/kubernetes.md."""
+"""What is built from the values.yaml of the chart: values.schema.json, and the rows of the documented values."""
 
 import copy
 import json
@@ -13,7 +13,6 @@ from control_plane.policy import policy_schema
 
 _ROOT = Path(__file__).resolve().parent.parent
 _VALUES = _ROOT / "deploy" / "chart" / "values.yaml"
-_DOCS = _ROOT / "docs" / "kubernetes.md"
 
 _TEXT = {"type": "string"}
 _BOOL = {"type": "boolean"}
@@ -182,22 +181,13 @@ def value_comments() -> Iterator[tuple[tuple[str, ...], str]]:
             comment = []
 
 
-_BEGIN, _END = "<!-- values: made by `make golden` -->\n", "<!-- end of values -->\n"
-
-
-def documented_values() -> str:
-    """docs/kubernetes.md with its table of values made anew."""
+def documented_values() -> Iterator[tuple[str, str, str]]:
+    """(value, its default as code or "" for a group, its comment) for each documented value, in order."""
     defaults = yaml.safe_load(_VALUES.read_text(encoding="utf-8"))
-    rows = ["| value | default | what it is |", "|---|---|---|"]
-    for path, comment in value_comments():
+    comments = list(value_comments())
+    for path, comment in comments:
         value: Any = defaults
         for key in path:
             value = value[key]
-        is_group = isinstance(value, dict) and any(
-            known[: len(path)] == path and known != path for known, _ in value_comments()
-        )
-        shown = "" if is_group else f"`{json.dumps(value)}`"
-        rows.append(f"| `{'.'.join(path)}` | {shown} | {comment.replace('|', chr(92) + '|')} |")
-    before, _, rest = _DOCS.read_text(encoding="utf-8").partition(_BEGIN)
-    _, _, after = rest.partition(_END)
-    return before + _BEGIN + "\n".join(rows) + "\n" + _END + after
+        is_group = any(known[: len(path)] == path and known != path for known, _ in comments)
+        yield f"`{'.'.join(path)}`", "" if is_group else f"`{json.dumps(value)}`", comment

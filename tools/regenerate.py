@@ -53,7 +53,6 @@ def shipped_files() -> list[GeneratedFile]:
     return [
         GeneratedFile("deploy/chart/files/dashboard.json", build_dashboard.dashboard),
         GeneratedFile("deploy/chart/values.schema.json", build_values.values_schema_text),
-        GeneratedFile("docs/kubernetes.md", build_values.documented_values),
     ]
 
 

@@ -1,7 +1,7 @@
 """The doctor finds out why a priority has no effect. It examines a running deployment route by route.
 
 It changes nothing in a deployment: it reads, renders small prompts and generates a few tokens, and it announces what
-it will send. docs/doctor.md explains each check and why its result is a proof.
+it will send. docs/guides/doctor.md explains each check and why its result is a proof.
 """
 
 from control_plane.doctor.examination import examine

@@ -1,6 +1,6 @@
 """The labels and annotations of pods that are this product's API, and what they ask for, as one typed request.
 
-docs/injection.md documents each for users. In a Deployment and the like they belong to the pod template.
+docs/guides/injection.md documents each for users. In a Deployment and the like they belong to the pod template.
 """
 
 import re

@@ -770,7 +770,7 @@ def test_the_pinned_envoy_is_the_one_that_is_tested() -> None:
 
 
 def test_the_docs_list_every_annotation_and_label() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "injection.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "injection.md").read_text()
     for name in (*REQUEST_ANNOTATIONS, *WRITTEN_ANNOTATIONS, annotations.INJECT_LABEL):
         assert f"| `{name}` |" in page
     for field in InjectionRecord.model_fields.values():
@@ -778,7 +778,7 @@ def test_the_docs_list_every_annotation_and_label() -> None:
 
 
 def test_the_docs_list_every_reason_and_warning() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "injection.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "injection.md").read_text()
     for reason in Reason:
         assert f"| `{reason.code}` | {'yes' if reason.user_error else 'no'} | {reason.meaning} |" in page
     for code in WarningCode:

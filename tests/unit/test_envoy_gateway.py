@@ -258,7 +258,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[str]:
 
 def test_the_policies_of_the_docs_name_fields_of_the_api_and_do_not_conflict() -> None:
     """Of two ClientTrafficPolicies on one Gateway, Envoy Gateway accepts one and marks the other Conflicted."""
-    page = (Path(__file__).parents[2] / "docs" / "envoy-gateway.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "envoy-gateway.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```yaml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     policies = [d for block in blocks for d in yaml.safe_load_all(block) if d.get("kind") in FIELDS]
     targets = [(d["kind"], target["kind"], target["name"]) for d in policies for target in d["spec"].pop("targetRefs")]
