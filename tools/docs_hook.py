@@ -23,6 +23,7 @@ _log = logging.getLogger("mkdocs.hooks.docs")  # a warning here fails a strict b
 ROOT_PAGES = {
     "contributing/index.md": "CONTRIBUTING.md",
     "changelog.md": "CHANGELOG.md",
+    "threat-model.md": "SECURITY.md",
 }
 
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
