@@ -44,11 +44,9 @@ def fill_in(markdown: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table. Line breaks in a cell become spaces."""
+    """Return a Markdown table. Line breaks in a cell become spaces. Cells have a | only within code."""
     cells = [head, ["---"] * len(head), *rows]
-    return "".join(
-        "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in row) + " |\n" for row in cells
-    )
+    return "".join("| " + " | ".join(" ".join(cell.split()) for cell in row) + " |\n" for row in cells)
 
 
 # ---- The policy ----------------------------------------------------------------------------------------------------
@@ -142,8 +140,8 @@ def _sections(command: click.Command, context: click.Context) -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """Help texts are plain text: brackets and asterisks in them are no Markdown."""
-    return re.sub(r"([\[\]*_<])", r"\\\1", text)
+    """Help texts are plain text, in which no character is Markdown but a backtick."""
+    return re.sub(r"([\[\]*_])", r"\\\1", text).replace("<", "&lt;").replace("|", "&#124;")
 
 
 # ---- Labels, annotations and reason codes --------------------------------------------------------------------------

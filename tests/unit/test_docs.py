@@ -1,0 +1,178 @@
+"""The documentation: nothing that a user can set or see is missing from it, and what it names exists."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from control_plane.cli import cli
+from control_plane.injector import annotations
+from control_plane.injector.reasons import Reason
+from control_plane.policy import Limits, NamedPolicy, Policy, Range, Routes
+from control_plane.render import OUTCOMES
+from control_plane.server.fleet import CONFIG_STATUSES
+from tools import build_values
+from tools.docs_hook import ROOT_PAGES, adapt_links
+from tools.docs_reference import PARTS, fill_in
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+WRITTEN = [*PAGES, ROOT / "README.md", *(ROOT / name for name in ROOT_PAGES.values())]
+
+
+def page(name: str) -> str:
+    """A page of the site, with its generated parts."""
+    return fill_in((ROOT / "docs" / name).read_text(encoding="utf-8"))
+
+
+def leaf_commands(command: click.Command, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], click.Command]:
+    """The commands below a command that are not groups, by the words that call them."""
+    if not isinstance(command, click.Group):
+        return {path: command}
+    below = [leaf_commands(found, (*path, name)) for name, found in command.commands.items()]
+    return {words: found for commands in below for words, found in commands.items()}
+
+
+# ---- Nothing is missing --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "prefix"), [(Policy, ""), (Range, "range."), (Routes, "routes."), (Limits, "limits."), (NamedPolicy, "")]
+)
+def test_the_reference_lists_every_key_of_a_policy(model: type[Policy], prefix: str) -> None:
+    reference = page("reference/policy.md")
+    for key, field in model.model_fields.items():
+        assert f"| `{prefix}{key}` |" in reference
+        assert (field.description or "") in reference.replace("\\|", "|")
+
+
+def test_the_reference_lists_every_command_with_its_options_and_examples() -> None:
+    reference = page("reference/cli.md")
+    sections = dict(re.findall(r"^## vllm-priority (.+?)\n(.*?)(?=^## |\Z)", reference, re.MULTILINE | re.DOTALL))
+    commands = {" ".join(path): command for path, command in leaf_commands(cli).items() if not command.hidden}
+    assert set(sections) == set(commands)
+    for name, command in commands.items():
+        assert "\nvllm-priority " in sections[name]
+        for parameter in command.params:
+            if isinstance(parameter, click.Option) and not parameter.hidden:
+                for option in parameter.opts:
+                    assert re.search(rf"^\| `.*{option}\b.*` \|", sections[name], re.MULTILINE), (name, option)
+
+
+@pytest.mark.parametrize("outcome", OUTCOMES)
+def test_the_reference_explains_every_outcome(outcome: str) -> None:
+    assert page("reference/outcomes.md").count(f"\n| `{outcome}` |") == 1
+
+
+def test_the_reference_explains_no_outcome_that_does_not_exist() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|", page("reference/outcomes.md"), re.MULTILINE)
+    assert set(rows) - {"source", "outcome", "clamped"} == set(OUTCOMES)
+
+
+def test_the_reference_lists_every_label_annotation_and_reason() -> None:
+    reference = page("reference/annotations.md")
+    for name in (*annotations.REQUEST_ANNOTATIONS, *annotations.WRITTEN_ANNOTATIONS, annotations.INJECT_LABEL):
+        assert f"| `{name}` |" in reference
+    for reason in Reason:
+        assert f"| `{reason.code}` | {'yes' if reason.user_error else 'no'} | {reason.meaning} |" in reference
+
+
+@pytest.mark.parametrize(
+    "metric",
+    [
+        "requests_total", "policy_reloads_total", "policy_broken", "policy_loaded_timestamp_seconds",
+        "certificate_expiry_timestamp_seconds", "inject_seconds", "sidecars",
+    ],
+)  # fmt: skip
+def test_the_reference_lists_the_metrics_with_their_labels(metric: str) -> None:
+    [row] = re.findall(rf"^\| `vllm_priority_control_plane_{metric}` \|.*", page("reference/metrics.md"), re.MULTILINE)
+    if metric == "sidecars":
+        assert "`role`, `status`, `type`, `version`" in row
+
+
+def test_the_reference_lists_every_value_of_the_chart() -> None:
+    reference = page("reference/chart-values.md")
+    for path, _ in build_values.value_comments():
+        assert f"| `{'.'.join(path)}` |" in reference
+
+
+def test_every_generated_part_has_a_place_in_one_page() -> None:
+    places = [name for file in PAGES for name in re.findall(r"<!-- generated: (\w+) -->", file.read_text("utf-8"))]
+    assert sorted(places) == sorted(PARTS)
+
+
+@pytest.mark.parametrize("status", CONFIG_STATUSES)
+def test_the_status_of_a_sidecar_is_explained(status: str) -> None:
+    assert f"| {status} |" in page("guides/control-plane.md")
+
+
+# ---- What is named exists ------------------------------------------------------------------------------------------
+
+
+def commands_in(text: str) -> Iterator[list[str]]:
+    """The words of each vllm-priority command in a page's code blocks, without its name."""
+    for block in re.findall(r"^ *```(?:sh|console)\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
+        for part in re.split(r"\n|\||;|&&|\$\(", block.replace("\\\n", " ")):
+            if match := re.match(r"\s*(?:\$ )?vllm-priority (.*)", part):
+                yield shlex.split(match[1], comments=True)
+
+
+@pytest.mark.parametrize("file", WRITTEN, ids=lambda file: str(file.relative_to(ROOT)))
+def test_every_command_in_the_docs_exists_with_its_options(file: Path) -> None:
+    known = leaf_commands(cli)
+    for words in commands_in(file.read_text(encoding="utf-8")):
+        command = known.get((words[0],)) or known.get(tuple(words[:2]))
+        assert command, f"vllm-priority {words[0]} does not exist"
+        options = {option for parameter in command.params for option in parameter.opts}
+        for word in words[1:]:
+            if word.startswith("-") and not re.match(r"-\d|-$", word):
+                assert word.partition("=")[0] in {*options, "--help"}, f"{' '.join(words)}: {word}"
+
+
+@pytest.mark.parametrize("file", WRITTEN, ids=lambda file: str(file.relative_to(ROOT)))
+def test_every_make_target_in_the_docs_exists(file: Path) -> None:
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = re.findall(r"(?:^|`)make ([a-z][a-z0-9-]*)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(named) <= targets
+
+
+def test_every_test_that_the_threat_model_names_exists() -> None:
+    existing = {
+        name for file in (ROOT / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)", file.read_text())
+    }
+    named = re.findall(r"`(test_\w+)`", (ROOT / "SECURITY.md").read_text(encoding="utf-8"))
+    assert named
+    assert set(named) <= existing
+
+
+# ---- Links ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_link_to_a_file_of_the_repository_becomes_its_path() -> None:
+    assert adapt_links("See [the file](../../Makefile).", "guides/istio.md") == "See the file (`Makefile`)."
+    assert adapt_links("See [Makefile](../../Makefile).", "guides/istio.md") == "See `Makefile`."
+
+
+def test_a_link_from_a_page_of_the_root_points_into_the_site() -> None:
+    link = "[performance](docs/performance.md#how-it-is-measured)"
+    assert adapt_links(link, "contributing/index.md") == "[performance](../performance.md#how-it-is-measured)"
+    assert adapt_links("[it](../SECURITY.md)", "how-it-works.md") == "[it](threat-model.md)"
+
+
+def test_a_link_to_a_file_that_does_not_exist_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    adapt_links("[it](../../tests/no_such_file.py)", "guides/istio.md")
+    assert "no_such_file.py" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["README.md", *ROOT_PAGES.values()])
+def test_links_of_the_pages_of_the_root_lead_to_files_and_headings(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for target, anchor in re.findall(r"\]\(([^)\s#:]+)(#[^)\s]*)?\)", text):
+        file = ROOT / target
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)", file.read_text(encoding="utf-8"), re.MULTILINE)
+            assert anchor[1:] in {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
