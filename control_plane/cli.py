@@ -17,6 +17,7 @@ from click.core import ParameterSource
 from rich.console import Console
 
 from control_plane import __version__, memory, sidecar
+from control_plane.address import Address
 from control_plane.errors import BadInput, InvalidField, PolicyError, PriorityError
 from control_plane.explain import Explanation, explain
 from control_plane.injector.manifests import inject_stream, uninject_stream
@@ -29,17 +30,13 @@ from control_plane.injector.settings import (
     InjectorSettings,
     not_a_uid,
 )
-from control_plane.policy import ROLES, Policies, Policy, Role, load_policies
-from control_plane.render import (
-    DEFAULT_REQUEST_TIMEOUT,
-    TARGETS,
-    Address,
-    Attachment,
-    Placement,
-    bootstrap,
-    render,
-    to_yaml,
-)
+from control_plane.policy.load import load_policies
+from control_plane.policy.model import Policies, Policy
+from control_plane.render.bootstrap import bootstrap
+from control_plane.render.placement import DEFAULT_REQUEST_TIMEOUT, Attachment, Placement
+from control_plane.render.targets import TARGETS, render
+from control_plane.render.templates import to_yaml
+from control_plane.vllm import INT64_MIN, ROLES, Role
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
@@ -80,29 +77,16 @@ def _policy(path: str | None, name: str | None) -> Policy:
 
 
 _ALL = tuple(TARGETS)
-_OURS = ("bootstrap", "xds")
-_OBJECTS = ("istio", "istio-waypoint", "envoy-gateway")
-USED_BY: Mapping[str, tuple[str, ...]] = {
-    "--role": _ALL,
-    "--target": _ALL,
-    "--policy": _ALL,
-    "--policy-name": _ALL,
-    "--spread": _OURS,
-    "--upstream": (*_OURS, "istio-waypoint", "envoy-gateway"),
-    "--listen": _OURS,
-    "--admin": ("bootstrap",),
-    "--control-plane": _OURS,
-    "--access-log": _OURS,
-    "--request-timeout": _OURS,
-    "--memory-limit": _OURS,
-    "--namespace": _OBJECTS,
-    "--selector": ("istio",),
-    "--gateway": ("envoy-gateway",),
-    "--envoy": ("bootstrap",),
-    "--check": ("bootstrap",),
-    "--output": _ALL,
+_FOR_EVERY_TARGET = ("role", "target", "policy", "policy_name", "output")
+_FOR_SOME_TARGETS = (
+    "spread", "upstream", "listen", "admin", "control_plane", "access_log", "request_timeout", "memory_limit",
+    "namespace", "selector", "gateway", "envoy", "check",
+)  # fmt: skip
+USED_BY: Mapping[str, tuple[str, ...]] = {_option_of(field): _ALL for field in _FOR_EVERY_TARGET} | {
+    _option_of(field): tuple(name for name, target in TARGETS.items() if field in target.options)
+    for field in _FOR_SOME_TARGETS
 }
-"""Option of `config` -> the targets that use it. With another target it would do nothing, which is said."""
+"""Option of `config` -> the targets that use it. With another target it would have no effect, so it is rejected."""
 
 _PLACES = ("--upstream", "--listen", "--admin")
 """Where a sidecar stands: one command line for every target may name these, so they are let pass, with a word."""
@@ -537,7 +521,7 @@ def _print_explanation(found: Explanation, policy: Policy) -> None:
 )  # fmt: skip
 @_option("--model", metavar="NAME", help="Name of the served model. Default: the first that /v1/models lists.")
 @_option(
-    "--priority", metavar="N", type=click.IntRange(-(2**63), -1), default=-10, show_default=True,
+    "--priority", metavar="N", type=click.IntRange(INT64_MIN, -1), default=-10, show_default=True,
     help="Urgent priority to send. It must be below 0 and within the range of the policy.",
 )  # fmt: skip
 @_option(

@@ -6,10 +6,11 @@ from typing import Any
 
 from lupa import luajit21
 
-from control_plane.policy import Policy, Role
-from control_plane.render import ManagedEnvoy, Place, deferred_script, filter_script
+from control_plane.policy.model import Policy
+from control_plane.render.filter import ManagedEnvoy, Place, deferred_script, filter_script
 from control_plane.report_header import SidecarReport, parse_report
 from control_plane.stream_handle import Metadata, Stream
+from control_plane.vllm import Role
 
 Headers = Sequence[tuple[str, str]]
 

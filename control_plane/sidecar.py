@@ -23,9 +23,12 @@ from typing import IO, Self
 
 import httpx
 
+from control_plane.address import Address
 from control_plane.errors import BadInput, EnvoyError
 from control_plane.injector.settings import ENVOY_VERSION
-from control_plane.render import STANDARD_STREAMS, Address, Placement, Resource
+from control_plane.render.listener import STANDARD_STREAMS
+from control_plane.render.placement import Placement
+from control_plane.render.templates import Resource
 
 OLDEST_ENVOY = (1, 37)
 """The oldest Envoy that the tests run. Older ones cannot raise a buffer's limit by route, which held bodies need."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from control_plane.render import FILTER_NAME
+from control_plane.render.filter import FILTER_NAME
 
 
 class Metadata:

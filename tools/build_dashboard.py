@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from control_plane.render import FILTER_NAME, OUTCOMES
+from control_plane.render.filter import FILTER_NAME, OUTCOMES
 from control_plane.server.fleet import CONFIG_STATUSES
 
 REFUSED = ("invalid", "out_of_range", "ambiguous", "invalid_path")

@@ -9,8 +9,11 @@ from pathlib import Path
 
 from control_plane.injector.manifests import inject_stream
 from control_plane.injector.settings import InjectorSettings
-from control_plane.policy import ROLES, Policies, Role
-from control_plane.render import Placement, render, to_yaml
+from control_plane.policy.model import Policies
+from control_plane.render.placement import Placement
+from control_plane.render.targets import render
+from control_plane.render.templates import to_yaml
+from control_plane.vllm import ROLES, Role
 
 _EXAMPLE = Path(__file__).resolve().parent.parent / "deploy" / "examples" / "scale-out" / "scale-out.yaml"
 

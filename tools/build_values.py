@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from control_plane.policy import policy_schema
+from control_plane.policy.model import policy_schema
 
 _ROOT = Path(__file__).resolve().parent.parent
 _VALUES = _ROOT / "deploy" / "chart" / "values.yaml"

@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from control_plane.cli import cli
 from control_plane.injector import annotations
 from control_plane.injector.reasons import Reason
-from control_plane.policy import NamedPolicy, Policy
+from control_plane.policy.model import NamedPolicy, Policy
 from control_plane.server.certificates import Certificate
 from control_plane.server.discovery_request import DiscoveryClient
 from control_plane.server.fleet import Fleet

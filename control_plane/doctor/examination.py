@@ -9,7 +9,7 @@ from control_plane.doctor.render_routes import check_render_routes
 from control_plane.doctor.report import Report, Row
 from control_plane.doctor.server import Server, connect
 from control_plane.doctor.settings import DoctorSettings
-from control_plane.policy import GENERATE_ROUTE, RENDER_ROUTES, Role
+from control_plane.vllm import GENERATE_ROUTE, RENDER_ROUTES, Role
 
 
 async def examine(

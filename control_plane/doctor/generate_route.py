@@ -4,7 +4,7 @@ import httpx
 
 from control_plane.doctor.responses import error_param, error_text, status_and_error
 from control_plane.doctor.server import ENABLE_SCALE_OUT, LOOK_AT_LOG, Server, StopExamination
-from control_plane.policy import GENERATE_ROUTE
+from control_plane.vllm import GENERATE_ROUTE
 
 SMALL_TOKENS = [1, 2, 3]
 """Token ids that every vocabulary has. Their meaning does not matter, because nobody reads what they generate."""

@@ -18,7 +18,7 @@ import httpx
 from control_plane.doctor.report import Verdict
 from control_plane.doctor.responses import gauge_values, json_content, member, status_and_error
 from control_plane.doctor.server import LOOK_AT_LOG, Server
-from control_plane.policy import GENERATE_ROUTE
+from control_plane.vllm import GENERATE_ROUTE
 
 _POLICY, _BY_BODY, _BY_HEADER = "scheduling policy", "order, by the body", "order, by the header"
 _USE_PRIORITY_POLICY = "Restart vllm serve with --scheduling-policy priority."

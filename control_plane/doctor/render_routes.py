@@ -8,8 +8,8 @@ import httpx
 from control_plane.doctor.report import Verdict
 from control_plane.doctor.responses import error_param, error_text, error_type, json_content, member, status_and_error
 from control_plane.doctor.server import LOOK_AT_LOG, Server, StopExamination
-from control_plane.policy import GENERATE_ROUTE, RENDER_ROUTES, RESPONSE_ROUTES
 from control_plane.report_header import parse_report
+from control_plane.vllm import GENERATE_ROUTE, RENDER_ROUTES, RESPONSE_ROUTES
 
 BODY_PRIORITY = 3
 """The body's priority in the request that has one in the header, too, so that the two can be told apart."""

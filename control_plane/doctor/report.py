@@ -6,7 +6,7 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
-from control_plane.policy import Role
+from control_plane.vllm import Role
 
 Verdict = Literal["ok", "lost", "fail", "warn", "unknown"]
 

@@ -11,8 +11,9 @@ import httpx
 from control_plane.doctor.report import Row, Verdict
 from control_plane.doctor.responses import failure_reason
 from control_plane.doctor.settings import DoctorSettings
-from control_plane.policy import Role
+from control_plane.render.placement import DEFAULT_LISTEN
 from control_plane.report_header import parse_report
+from control_plane.vllm import Role
 
 LOOK_AT_LOG = "Look at the server's log."
 ENABLE_SCALE_OUT = "Restart vllm serve with --enable-scale-out."
@@ -112,8 +113,8 @@ class Server:
     def _sidecar_command(self) -> str:
         parts = urlsplit(self.url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        listen = 18000 if self.role == "render" else 18001
-        return f"vllm-priority run --role {self.role} --upstream {parts.hostname}:{port} --listen 0.0.0.0:{listen}"
+        listen = DEFAULT_LISTEN[self.role]
+        return f"vllm-priority run --role {self.role} --upstream {parts.hostname}:{port} --listen {listen}"
 
 
 @asynccontextmanager

@@ -23,7 +23,7 @@ from control_plane.injector.pod_patch import with_sidecar
 from control_plane.injector.reasons import NotInjectedError, Reason, WarningCode, Warnings, not_injected, warn
 from control_plane.injector.settings import InjectorSettings
 from control_plane.injector.traffic import Services
-from control_plane.policy import Policies
+from control_plane.policy.model import Policies
 
 _EXPECTED = "Send an AdmissionReview of admission.k8s.io/v1 in JSON."
 

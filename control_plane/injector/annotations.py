@@ -15,7 +15,7 @@ from control_plane.errors import InvalidField
 from control_plane.injector.reasons import NotInjectedError, Reason
 from control_plane.injector.resources import ResourceRequirements, parse_resources
 from control_plane.injector.settings import is_image, not_an_image
-from control_plane.policy import ROLES, Role
+from control_plane.vllm import ROLES, Role
 
 Mode = Literal["takeover", "redirect", "port"]
 """How traffic reaches the sidecar; traffic.py says what each mode does."""

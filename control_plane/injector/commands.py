@@ -2,7 +2,7 @@
 
 import re
 
-from control_plane.policy import Role
+from control_plane.vllm import Role
 
 _RENDER = re.compile(r"(?:\bvllm|^)\s*launch\s+render\b")
 _ENGINE = re.compile(r"\bvllm\s+serve\b|\bvllm\.entrypoints\b|\bsglang\.launch_server\b")

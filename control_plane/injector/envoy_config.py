@@ -8,8 +8,9 @@ from typing import Any
 import orjson
 
 from control_plane.injector.reasons import NotInjectedError, Reason
-from control_plane.policy import Policy
-from control_plane.render import Placement, bootstrap
+from control_plane.policy.model import Policy
+from control_plane.render.bootstrap import bootstrap
+from control_plane.render.placement import Placement
 
 MAX_ARGUMENT_BYTES = 128 * 1024 - 1
 """Linux accepts no longer argument: MAX_ARG_STRLEN is 32 pages, with the final NUL (execve(2))."""

@@ -29,7 +29,7 @@ from control_plane.injector.pod import Pod, read
 from control_plane.injector.pod_patch import CONFIG_OPTION, PORT_PATHS
 from control_plane.injector.reasons import Reason, not_injected
 from control_plane.injector.settings import InjectorSettings
-from control_plane.policy import Policies
+from control_plane.policy.model import Policies
 
 TEMPLATES: dict[str, tuple[tuple[str, ...], ...]] = {
     "Pod": ((),),

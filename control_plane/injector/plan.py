@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 
+from control_plane.address import Address
 from control_plane.injector.annotations import LISTEN_PORT, MODE, NATIVE, POLICY, InjectionRequest, Mode
 from control_plane.injector.envoy_config import container_argument
 from control_plane.injector.pod import Pod, Spec
@@ -11,8 +12,9 @@ from control_plane.injector.resources import Quantity, ResourceRequirements, gua
 from control_plane.injector.server import Server, find_server
 from control_plane.injector.settings import NATIVE_FROM, NATIVE_NAMES_FROM, SLEEP_FROM, InjectorSettings
 from control_plane.injector.traffic import Services, Traffic, direct_traffic, reachability_warnings
-from control_plane.policy import Policies, Role
-from control_plane.render import DEFAULT_ADMIN, DEFAULT_LISTEN, Address, Drain, Placement
+from control_plane.policy.model import Policies
+from control_plane.render.placement import DEFAULT_ADMIN, DEFAULT_LISTEN, Drain, Placement
+from control_plane.vllm import Role
 
 CONTAINER = "vllm-priority"
 """The name of the sidecar's container."""

@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from control_plane.errors import BadInput
 from control_plane.injector.commands import port_option, server_role
 from control_plane.injector.resources import are_guaranteed
-from control_plane.messages import problems
-from control_plane.policy import Role
+from control_plane.policy.messages import problems
+from control_plane.vllm import Role
 
 Ascii = Annotated[str, StringConstraints(pattern=r"^[\x20-\x7e]*$", max_length=4096)]
 Name = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]+$", max_length=253)]

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from control_plane.injector.annotations import ROLE, UPSTREAM_PORT, InjectionRequest
 from control_plane.injector.pod import Container, Port
 from control_plane.injector.reasons import NotInjectedError, Reason, WarningCode, Warnings, warn
-from control_plane.policy import Role
-
-DEFAULT_PORT = 8000
-"""vLLM's port where the command line names none."""
+from control_plane.vllm import DEFAULT_PORT, Role
 
 _ROLE_IN_WORDS: Mapping[Role, str] = {"render": "a render server", "engine": "an engine"}
 

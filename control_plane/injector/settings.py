@@ -4,9 +4,10 @@ import re
 from dataclasses import dataclass, field
 from typing import Literal
 
+from control_plane.address import Address
 from control_plane.errors import BadInput, InvalidField
 from control_plane.injector.resources import DEFAULT_RESOURCES, ResourceRequirements
-from control_plane.render import Address, check_namespace
+from control_plane.render.placement import check_namespace
 
 ENVOY_VERSION = "1.40.0"
 """The newest Envoy that the tests run, and the one that is pinned."""

@@ -16,7 +16,6 @@ from starlette.types import Receive, Scope, Send
 
 from control_plane.errors import BadInput
 from control_plane.injector.admission import encode_json
-from control_plane.policy import ROLES
 from control_plane.server.certificates import Certificate
 from control_plane.server.fast_path import FastPath
 from control_plane.server.fleet import ConfigStatus, Fleet
@@ -24,6 +23,7 @@ from control_plane.server.metrics import CONTENT_TYPE, Metrics
 from control_plane.server.policy_file import PolicyFile
 from control_plane.server.services import Services
 from control_plane.server.settings import ServeSettings
+from control_plane.vllm import ROLES
 
 _log = logging.getLogger("vllm_priority.control_plane")
 

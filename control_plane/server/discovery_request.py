@@ -11,11 +11,12 @@ from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from control_plane import render
+from control_plane.address import Address
 from control_plane.errors import BadInput
-from control_plane.policy import ROLES, Role
-from control_plane.render import FILTER_NAME, Address
+from control_plane.render.filter import FILTER_NAME
+from control_plane.render.placement import DEFAULT_LISTEN, DEFAULT_UPSTREAM
 from control_plane.server.bounded_cache import BoundedCache
+from control_plane.vllm import ROLES, Role
 
 TYPE_URLS: Mapping[str, str] = {
     "extension_configs": "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig",
@@ -127,8 +128,8 @@ def decode(type_name: str, body: bytes) -> DiscoveryRequest:
             role,
             metadata.policy or None,
             tuple(sorted((metadata.labels or {}).items())),
-            _address(metadata.listen, "listen", render.DEFAULT_LISTEN[role]) if has_place else None,
-            _address(metadata.upstream, "upstream", render.DEFAULT_UPSTREAM[role]) if has_place else None,
+            _address(metadata.listen, "listen", DEFAULT_LISTEN[role]) if has_place else None,
+            _address(metadata.upstream, "upstream", DEFAULT_UPSTREAM[role]) if has_place else None,
             "" if has_place else metadata.report_header or "",
         )
     error_line = " ".join(message.error_detail.message.split())[:500] if message.error_detail else ""

@@ -7,11 +7,11 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from control_plane.policy import ROLES
 from control_plane.server.certificates import Certificate
 from control_plane.server.discovery_request import TYPE_URLS
 from control_plane.server.fleet import Fleet
 from control_plane.server.policy_file import PolicyFile
+from control_plane.vllm import ROLES
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _PREFIX = "vllm_priority_control_plane"

@@ -5,7 +5,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from control_plane.errors import PriorityError
-from control_plane.policy import load_policies
+from control_plane.policy.load import load_policies
 from control_plane.server.xds import Snapshot
 
 

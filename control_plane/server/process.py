@@ -18,8 +18,8 @@ from collections.abc import Iterator
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from control_plane.address import Address
 from control_plane.errors import InvalidField
-from control_plane.render import Address
 from control_plane.server.app import create_app
 from control_plane.server.settings import DEFAULT_TLS_LISTEN, ServeSettings
 

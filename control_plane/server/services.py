@@ -13,8 +13,8 @@ from typing import Any, Self
 import httpx
 from cryptography import x509
 
+from control_plane.address import Address
 from control_plane.errors import InvalidField
-from control_plane.render import Address
 
 _log = logging.getLogger("vllm_priority.control_plane")
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from control_plane.address import Address
 from control_plane.errors import InvalidField
 from control_plane.injector.settings import InjectorSettings
-from control_plane.render import Address
 
 DEFAULT_TLS_LISTEN = Address("0.0.0.0", 8443)
 

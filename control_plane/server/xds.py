@@ -11,34 +11,38 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Literal
 
-from control_plane import render
-from control_plane.policy import ROLES, Policies, Policy, Role
-from control_plane.render import FILTER_NAME, ManagedEnvoy, Placement, Resource
+from control_plane.policy.model import Policies, Policy
+from control_plane.render.clusters import clusters
+from control_plane.render.filter import FILTER_NAME, ManagedEnvoy, filter_config
+from control_plane.render.listener import listeners
+from control_plane.render.placement import DEFAULT_ADMIN, DEFAULT_LISTEN, DEFAULT_UPSTREAM, Placement
+from control_plane.render.templates import Resource
 from control_plane.server.bounded_cache import BoundedCache
 from control_plane.server.discovery_request import TYPE_URLS, DiscoveryClient, ResourceKey, shown
+from control_plane.vllm import ROLES, Role
 
 State = Literal["found", "not_modified", "not_found"]
 
 
 def _extension_configs(policy: Policy, key: ResourceKey) -> list[Resource]:
     envoy = ManagedEnvoy(key.report_header)
-    return [{"name": FILTER_NAME, "typed_config": render.filter_config(policy, key.role, envoy)}]
+    return [{"name": FILTER_NAME, "typed_config": filter_config(policy, key.role, envoy)}]
 
 
 def _listeners(policy: Policy, key: ResourceKey) -> list[Resource]:
-    return render.listeners(policy, _placement(key))
+    return listeners(policy, _placement(key))
 
 
 def _clusters(policy: Policy, key: ResourceKey) -> list[Resource]:
-    return render.clusters(policy, _placement(key))
+    return clusters(policy, _placement(key))
 
 
 def _placement(key: ResourceKey) -> Placement:
     return Placement(
         key.role,
-        key.listen or render.DEFAULT_LISTEN[key.role],
-        key.upstream or render.DEFAULT_UPSTREAM[key.role],
-        render.DEFAULT_ADMIN[key.role],
+        key.listen or DEFAULT_LISTEN[key.role],
+        key.upstream or DEFAULT_UPSTREAM[key.role],
+        DEFAULT_ADMIN[key.role],
     )
 
 

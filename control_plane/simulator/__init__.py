@@ -5,7 +5,7 @@ end-to-end tests compare it with real vLLM, so that it cannot drift.
 """
 
 from control_plane.simulator.app import create_app, run
-from control_plane.simulator.protocol import DERENDER_ROUTES, PRIORITY_HEADER
+from control_plane.simulator.protocol import DERENDER_ROUTES
 from control_plane.simulator.settings import SimulatorSettings
 
-__all__ = ["DERENDER_ROUTES", "PRIORITY_HEADER", "SimulatorSettings", "create_app", "run"]
+__all__ = ["DERENDER_ROUTES", "SimulatorSettings", "create_app", "run"]

@@ -14,7 +14,6 @@ from fastapi.responses import JSONResponse
 from starlette.middleware.cors import CORSMiddleware
 
 from control_plane.errors import CheckFailed
-from control_plane.policy import GENERATE_ROUTE, RENDER_ROUTES
 from control_plane.simulator.anthropic import AnthropicRoute
 from control_plane.simulator.errors import (
     SCALE_OUT_OFF,
@@ -31,6 +30,7 @@ from control_plane.simulator.render import DerenderRoutes, RenderRoutes
 from control_plane.simulator.server import SimulatedServer
 from control_plane.simulator.settings import SimulatorSettings
 from control_plane.simulator.status import StatusRoutes
+from control_plane.vllm import GENERATE_ROUTE, RENDER_ROUTES
 
 _Handlers = dict[str, Callable[..., Any]]
 

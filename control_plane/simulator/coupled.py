@@ -2,10 +2,10 @@
 
 from fastapi import Request
 
-from control_plane.policy import INT64_MIN
 from control_plane.simulator.errors import overflow_error
-from control_plane.simulator.protocol import PRIORITY_HEADER, GenerationRequest, SamplingParams
+from control_plane.simulator.protocol import GenerationRequest, SamplingParams
 from control_plane.simulator.server import Job, SimulatedServer, base_id
+from control_plane.vllm import INT64_MIN, PRIORITY_HEADER
 
 
 def header_priority(header: str | None, body: int) -> int:

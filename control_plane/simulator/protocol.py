@@ -8,10 +8,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from control_plane.policy import INT64_MAX, INT64_MIN
 from control_plane.simulator.tokens import chat_tokens, random_id, text_tokens
+from control_plane.vllm import INT64_MAX, INT64_MIN
 
-PRIORITY_HEADER = "X-Vllm-Priority"
 DERENDER_ROUTES = ("/v1/chat/completions/derender", "/v1/completions/derender")
 
 Priority = Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)]

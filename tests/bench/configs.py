@@ -68,8 +68,10 @@ def lua_filter(script: str) -> Filter:
 
 def product() -> Config:
     """The sidecar's own bootstrap, as `vllm-priority config --role engine` writes it, with the default policy."""
-    from control_plane.policy import Policy
-    from control_plane.render import Address, Placement, bootstrap
+    from control_plane.address import Address
+    from control_plane.policy.model import Policy
+    from control_plane.render.bootstrap import bootstrap
+    from control_plane.render.placement import Placement
 
     anywhere = Address("127.0.0.1", 1)
     config: Config = bootstrap(Policy(), Placement("engine", anywhere, anywhere, anywhere, access_log="/dev/null"))

@@ -31,9 +31,9 @@ import bodies
 from lupa import luajit21
 from processes import BenchError, chosen
 
-from control_plane.lua_bundle import bundle
-from control_plane.policy import Policy
-from control_plane.render import filter_settings
+from control_plane.policy.model import Policy
+from control_plane.render.filter import filter_settings
+from control_plane.render.lua_bundle import bundle
 
 EDIT = """
 return function(pieces)

@@ -75,7 +75,7 @@ class Run:
         port = free_port()
         code = (
             "from pathlib import Path, PosixPath\nfrom control_plane.server.process import serve\n"
-            "from control_plane.server.settings import ServeSettings\nfrom control_plane.render import Address\n"
+            "from control_plane.server.settings import ServeSettings\nfrom control_plane.address import Address\n"
             f"serve(ServeSettings(policy={self.policy!r}, listen=Address('127.0.0.1', {port}), **{settings!r}))"
         )
         with Process([sys.executable, "-c", code], self.folder / "control_plane.log", self.cores.proxy) as process:
@@ -116,9 +116,10 @@ def say(line: str) -> None:
 
 def captured_poll(run: Run) -> str:
     """The body of a poll of Envoy's for its filter, with `@node@` in place of the node id."""
-    from control_plane import render
-    from control_plane.policy import Policy
-    from control_plane.render import Address, Placement
+    from control_plane.address import Address
+    from control_plane.policy.model import Policy
+    from control_plane.render.bootstrap import bootstrap
+    from control_plane.render.placement import Placement
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         listen, admin = Address("127.0.0.1", free_port()), Address("127.0.0.1", free_port())
@@ -126,8 +127,8 @@ def captured_poll(run: Run) -> str:
             "render", listen, Address("127.0.0.1", 9), admin, node_id="@node@", labels={"app": "vllm"},
             control_plane=Address("127.0.0.1", server.getsockname()[1]), refresh_seconds=0.2,
         )  # fmt: skip
-        bootstrap = render.bootstrap(Policy(), placement)
-        with start_envoy(run.envoy, bootstrap, "captured", listen.port, run.folder, None):
+        config = bootstrap(Policy(), placement)
+        with start_envoy(run.envoy, config, "captured", listen.port, run.folder, None):
             server.settimeout(10)
             connection, _ = server.accept()
             with connection:
@@ -197,14 +198,12 @@ def sovereign(run: Run, name: str, resources: list[dict[str, Any]]) -> Iterator[
 
 def answers(run: Run) -> Results:
     """Answers per second of one core, changed and unchanged, to Envoy's own poll and to a small one."""
-    from control_plane import render
-    from control_plane.policy import load_policies
-    from control_plane.render import Placement
+    from control_plane.policy.load import load_policies
+    from control_plane.render.listener import listeners
+    from control_plane.render.placement import Placement
 
     policy = load_policies(run.policy).default
-    ours_as_served = [
-        {"@type": LISTENER, **resource} for resource in render.listeners(policy, Placement.default("render"))
-    ]
+    ours_as_served = [{"@type": LISTENER, **resource} for resource in listeners(policy, Placement.default("render"))]
     tiny = [{"@type": LISTENER, "name": "tiny", "address": {"socket_address": {"address": "::", "port_value": 80}}}]
     lds_poll = run.poll.replace("envoy.config.core.v3.TypedExtensionConfig", "envoy.config.listener.v3.Listener")
     lds_poll = lds_poll.replace('"resource_names":["vllm_priority"],', "")
@@ -334,9 +333,10 @@ def change(run: Run) -> Results:
 
 
 async def _change(run: Run) -> Results:
-    from control_plane import render
-    from control_plane.policy import Policy
-    from control_plane.render import Address, Placement
+    from control_plane.address import Address
+    from control_plane.policy.model import Policy
+    from control_plane.render.bootstrap import bootstrap
+    from control_plane.render.placement import Placement
 
     changes = 1 if run.quick else CHANGES
     echo = Echo()
@@ -391,8 +391,8 @@ async def _change(run: Run) -> Results:
             "render", listen, upstream, admin, node_id="bench", control_plane=Address("127.0.0.1", port),
             access_log="/dev/null",
         )  # fmt: skip
-        bootstrap = render.bootstrap(Policy(), placement)
-        with start_envoy(run.envoy, bootstrap, "change", listen.port, run.folder, run.cores.proxy):
+        config = bootstrap(Policy(), placement)
+        with start_envoy(run.envoy, config, "change", listen.port, run.folder, run.cores.proxy):
             clients = [asyncio.create_task(client(number)) for number in range(16)]
             await _until(lambda: newest[1] == 1, 30)
             connections = echo.connections

@@ -8,7 +8,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from control_plane.policy import parse_policies
+from control_plane.policy.load import parse_policies
 from tests.cluster.cluster import Cluster, CommandError, ControlPlane, Release, eventually, run
 
 POD: dict[str, Any] = {

@@ -9,9 +9,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from control_plane.policy import Policy, Role
-from control_plane.render import Address, Placement, bootstrap
+from control_plane.address import Address
+from control_plane.policy.model import Policy
+from control_plane.render.bootstrap import bootstrap
+from control_plane.render.placement import Placement
 from control_plane.sidecar import Sidecar, find_envoy
+from control_plane.vllm import Role
 from tests.e2e import setup_vllm
 from tests.e2e.vllm_server import VllmServer, engine_arguments, render_arguments, running
 

@@ -3,7 +3,7 @@
 import asyncio
 
 from control_plane.doctor import DoctorSettings, Report, examine
-from control_plane.policy import RENDER_ROUTES
+from control_plane.vllm import RENDER_ROUTES
 
 ON_GENERATE = {"/inference/v1/generate", "order, by the header"}
 

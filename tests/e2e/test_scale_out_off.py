@@ -8,7 +8,7 @@ import pytest
 
 from control_plane import simulator
 from control_plane.doctor import DoctorSettings, examine
-from control_plane.policy import RENDER_ROUTES
+from control_plane.vllm import RENDER_ROUTES
 from tests.e2e.conftest import VllmFactory, sidecar
 from tests.e2e.queue_order import GENERATE, generate_request
 from tests.e2e.render_requests import BODIES

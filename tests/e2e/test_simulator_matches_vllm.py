@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from control_plane import simulator
-from control_plane.policy import Role
+from control_plane.vllm import Role
 from tests.e2e.queue_order import GENERATE, generate_request
 from tests.e2e.render_requests import BODIES, CHAT, COMPLETIONS, MESSAGES, RESPONSES, ROUTES
 from tests.e2e.vllm_server import MODEL_NAME

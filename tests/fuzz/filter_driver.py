@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from control_plane.explain import Filter
-from control_plane.policy import parse_policies
+from control_plane.policy.load import parse_policies
 
 Framing = Literal["length", "chunked", "h2"]
 Place = Literal["managed", "mesh", "waypoint"]

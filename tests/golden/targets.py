@@ -9,8 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from control_plane.policy import ROLES, Role, load_policies
-from control_plane.render import TARGETS, Address, Attachment, Placement, render, to_yaml
+from control_plane.address import Address
+from control_plane.policy.load import load_policies
+from control_plane.render.placement import Attachment, Placement
+from control_plane.render.targets import TARGETS, render
+from control_plane.render.templates import to_yaml
+from control_plane.vllm import ROLES, Role
 
 _FOLDER = "tests/golden/targets"
 _ROOT = Path(__file__).resolve().parent.parent.parent

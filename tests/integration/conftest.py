@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import uvicorn
 
-from control_plane.policy import Role
-from control_plane.render import Address
+from control_plane.address import Address
+from control_plane.vllm import Role
 
 from .sidecars import RunningSidecar, find_envoy, load
 from .upstream import RecordingUpstream

@@ -11,9 +11,10 @@ from typing import Any
 
 import yaml
 
-from control_plane import render
-from control_plane.policy import Policy
-from control_plane.render import Address, Placement
+from control_plane.address import Address
+from control_plane.policy.model import Policy
+from control_plane.render.placement import Placement
+from control_plane.render.targets import render
 
 from .sidecars import RunningSidecar
 
@@ -136,7 +137,7 @@ class IstioSidecar(RunningSidecar):
 
     def configuration(self, policy: Policy, placement: Placement) -> dict[str, Any]:
         listener = json.loads(json.dumps(yaml.safe_load(_ISTIO)))  # each chain gets filters of its own
-        (envoy_filter,) = render.render("istio", policy, placement)
+        (envoy_filter,) = render("istio", policy, placement)
         apply_envoy_filter(envoy_filter, listener)
         return _bootstrap(listener, [_cluster("inbound|8000||", placement.upstream), _cluster("BlackHoleCluster")])
 
@@ -152,7 +153,7 @@ class GatewayProxy(RunningSidecar):
 
     def configuration(self, policy: Policy, placement: Placement) -> dict[str, Any]:
         service = Placement.default(self.role, "envoy-gateway").upstream
-        route, extension = render.render("envoy-gateway", policy, Placement(
+        route, extension = render("envoy-gateway", policy, Placement(
             self.role, placement.listen, service, placement.admin))  # fmt: skip
         (target,) = extension["spec"]["targetRefs"]
         assert (target["kind"], target["name"]) == ("HTTPRoute", route["metadata"]["name"])

@@ -14,9 +14,13 @@ from typing import Any
 
 import yaml
 
-from control_plane import render
-from control_plane.policy import Policy, Role, parse_policies
-from control_plane.render import Address, Placement
+from control_plane.address import Address
+from control_plane.policy.load import parse_policies
+from control_plane.policy.model import Policy
+from control_plane.render.bootstrap import bootstrap
+from control_plane.render.filter import OUTCOMES
+from control_plane.render.placement import Placement
+from control_plane.vllm import Role
 
 from .upstream import WAIT
 
@@ -41,7 +45,7 @@ def load(text: str) -> Policy:
     return parse_policies(text).default
 
 
-_OUTCOME = "|".join(render.OUTCOMES)
+_OUTCOME = "|".join(OUTCOMES)
 _COUNTER = re.compile(
     rf"^envoy_\w*lua\w*{NAMESPACE}_({_OUTCOME})(?:\{{.*\}})?$"
     rf'|^envoy_cluster_upstream_cx_none_healthy\{{.*"{NAMESPACE}_({_OUTCOME})".*\}}$'
@@ -78,7 +82,7 @@ class RunningSidecar:
 
     def configuration(self, policy: Policy, placement: Placement) -> dict[str, Any]:
         """The bootstrap to run. A proxy that is not ours, with the filter in it, has one of its own."""
-        return render.bootstrap(policy, placement)
+        return bootstrap(policy, placement)
 
     def _wait_for(self, ask: Any) -> str:
         until = time.monotonic() + 30

@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from control_plane.render import Address
+from control_plane.address import Address
 
 from .conftest import MESSAGES, RENDER, SidecarFactory
 from .sidecars import RunningSidecar

@@ -18,9 +18,10 @@ import pytest
 import uvicorn
 from starlette.datastructures import Headers
 
-from control_plane import render
-from control_plane.policy import Policy
-from control_plane.render import Address, Placement
+from control_plane.address import Address
+from control_plane.policy.model import Policy
+from control_plane.render.bootstrap import bootstrap
+from control_plane.render.placement import Placement
 
 from .conftest import GENERATE, MESSAGES, RENDER, SidecarFactory
 from .sidecars import RunningSidecar, load
@@ -362,7 +363,7 @@ class _Impatient(RunningSidecar):
     """Allows a second for a request to arrive."""
 
     def configuration(self, policy: Policy, placement: Placement) -> dict[str, Any]:
-        return render.bootstrap(policy, replace(placement, request_timeout_seconds=1))
+        return bootstrap(policy, replace(placement, request_timeout_seconds=1))
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,10 @@ import httpx
 import pytest
 import uvicorn
 
-from control_plane import render
-from control_plane.render import Address, Placement, Resource
+from control_plane.address import Address
+from control_plane.render.bootstrap import bootstrap, xds
+from control_plane.render.placement import Placement
+from control_plane.render.templates import Resource
 from control_plane.server.app import create_app
 from control_plane.server.fast_path import MAX_BODY_BYTES
 from control_plane.server.settings import ServeSettings
@@ -58,7 +60,7 @@ class ControlPlane:
         given = {"policy": policy, "listen": self.address, "reload_seconds": 0.1, **settings}
         self._code = (
             "from pathlib import Path, PosixPath\nfrom control_plane.server import process\n"
-            "from control_plane.server.settings import ServeSettings\nfrom control_plane.render import Address\n"
+            "from control_plane.server.settings import ServeSettings\nfrom control_plane.address import Address\n"
             f"{setup}\nprocess.serve(ServeSettings(**{given!r}))\n"
         )
         self.process: subprocess.Popen[bytes] | None = None
@@ -129,9 +131,9 @@ def start_sidecar(envoy: Path, upstream: RecordingUpstream) -> Iterator[Callable
                 "render", listen, upstream.address, admin, control_plane=control_plane, node_id=node,
                 access_log="/dev/null", refresh_seconds=POLL_SECONDS,
             )  # fmt: skip
-            bootstrap = render.bootstrap(load("default: 0"), placement)
-            change(bootstrap)
-            stack.enter_context(Sidecar(bootstrap, envoy))
+            config = bootstrap(load("default: 0"), placement)
+            change(config)
+            stack.enter_context(Sidecar(config, envoy))
             return listen
 
         yield start
@@ -294,9 +296,9 @@ def test_an_envoy_that_rejects_a_configuration_keeps_the_old_one_and_is_reported
             return str(rows[0]["status"]) if rows else ""
 
         until(lambda: status() == "SYNCED", "the sidecar on the first policy")
-        rendered = render.filter_config
+        rendered = xds.filter_config
         with monkeypatch.context() as broken:
-            broken.setattr(render, "filter_config", lambda *asked: with_script(rendered(*asked), "function ("))
+            broken.setattr(xds, "filter_config", lambda *asked: with_script(rendered(*asked), "function ("))
             set_default(policy, 2)
             assert app.state.policy.reload() is True
         until(lambda: status() == "ERROR", "the rejection")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from control_plane.address import Address
 from control_plane.demo import run_demo
 from control_plane.doctor import DoctorSettings, Report, Row, examine
-from control_plane.policy import GENERATE_ROUTE, RENDER_ROUTES
-from control_plane.render import Address
 from control_plane.simulator import SimulatorSettings, run
+from control_plane.vllm import GENERATE_ROUTE, RENDER_ROUTES
 
 from .conftest import SidecarFactory
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.policy import Role
+from control_plane.vllm import Role
 
 from . import test_body, test_meaning, test_transport
 from .conftest import GENERATE, MESSAGES, RENDER, SidecarFactory, run_sidecars

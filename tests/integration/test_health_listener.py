@@ -12,8 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from control_plane.policy import Policy
-from control_plane.render import Address, Drain, Placement, bootstrap
+from control_plane.address import Address
+from control_plane.policy.model import Policy
+from control_plane.render.bootstrap import bootstrap
+from control_plane.render.placement import Drain, Placement
 
 from .upstream import RecordingUpstream
 from .wire import Http1

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from control_plane.render import Address
+from control_plane.address import Address
 from tests.helm import CHART, documents, find, template
 
 from .test_control_plane import ControlPlane, free_port

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from control_plane.policy import Policy
-from control_plane.render import Placement
+from control_plane.policy.model import Policy
+from control_plane.render.placement import Placement
 
 from . import test_body, test_meaning, test_transport
 from .conftest import RENDER, SidecarFactory, run_sidecars

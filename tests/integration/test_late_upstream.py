@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from control_plane.render import Address
+from control_plane.address import Address
 
 from .conftest import RENDER
 from .sidecars import RunningSidecar, load

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from h2.exceptions import StreamClosedError
 
-from control_plane.policy import Policy
-from control_plane.render import Placement
+from control_plane.policy.model import Policy
+from control_plane.render.placement import Placement
 
 from .conftest import RENDER, SidecarFactory
 from .sidecars import RunningSidecar, load

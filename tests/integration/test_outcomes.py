@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from control_plane.render import OUTCOMES
+from control_plane.render.filter import OUTCOMES
 from control_plane.report_header import SidecarReport, parse_report
 
 from .conftest import GENERATE, MESSAGES, RENDER, SidecarFactory

@@ -20,7 +20,7 @@ import pytest
 
 from control_plane.injector.admission import mutate
 from control_plane.injector.settings import InjectorSettings
-from control_plane.policy import Policies
+from control_plane.policy.model import Policies
 
 from .kubelet import expand
 from .test_health_listener import free_ports

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from control_plane import render
-from control_plane.policy import Policy
-from control_plane.render import Address, ManagedEnvoy, Placement
+from control_plane.address import Address
+from control_plane.policy.model import Policy
+from control_plane.render.filter import ManagedEnvoy, filter_config
+from control_plane.render.placement import Placement
+from control_plane.render.templates import Resource
 
 from .conftest import MESSAGES, RENDER, SidecarFactory
 from .sidecars import NAMESPACE, RunningSidecar, counted, load
@@ -29,7 +31,7 @@ def _managers(bootstrap: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 yield entry["typed_config"]
 
 
-def _with_script(bootstrap: dict[str, Any], config: render.Resource) -> dict[str, Any]:
+def _with_script(bootstrap: dict[str, Any], config: Resource) -> dict[str, Any]:
     for manager in _managers(bootstrap):
         for entry in manager["http_filters"]:
             if entry["name"] == NAMESPACE:
@@ -43,7 +45,7 @@ class Renamed(RunningSidecar):
     def configuration(self, policy: Policy, placement: Placement) -> dict[str, Any]:
         new = load(f"report_header: {TOLD}")
         return _with_script(
-            super().configuration(policy, placement), render.filter_config(new, placement.role, ManagedEnvoy.of(policy))
+            super().configuration(policy, placement), filter_config(new, placement.role, ManagedEnvoy.of(policy))
         )
 
 
@@ -53,7 +55,7 @@ class Silenced(RunningSidecar):
     def configuration(self, policy: Policy, placement: Placement) -> dict[str, Any]:
         new = load("report_header: null")
         return _with_script(
-            super().configuration(policy, placement), render.filter_config(new, placement.role, ManagedEnvoy.of(policy))
+            super().configuration(policy, placement), filter_config(new, placement.role, ManagedEnvoy.of(policy))
         )
 
 

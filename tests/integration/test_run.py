@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from control_plane.render import Address
+from control_plane.address import Address
 
 from .conftest import RENDER
 from .upstream import WAIT, Connection, RecordingUpstream, Request, response

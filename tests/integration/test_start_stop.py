@@ -18,8 +18,10 @@ from pathlib import Path
 import pytest
 from hyperframe.frame import Frame, GoAwayFrame, HeadersFrame
 
-from control_plane.policy import Policy
-from control_plane.render import Address, Placement, bootstrap
+from control_plane.address import Address
+from control_plane.policy.model import Policy
+from control_plane.render.bootstrap import bootstrap
+from control_plane.render.placement import Placement
 from control_plane.sidecar import Sidecar
 
 from .conftest import RENDER

@@ -7,10 +7,10 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
+from control_plane.address import Address
 from control_plane.injector.admission import mutate
 from control_plane.injector.settings import InjectorSettings
-from control_plane.policy import Policies
-from control_plane.render import Address
+from control_plane.policy.model import Policies
 
 from .kubelet import expand
 

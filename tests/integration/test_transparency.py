@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from control_plane.render import Address
+from control_plane.address import Address
 
 from .conftest import MESSAGES, RENDER, SidecarFactory
 from .sidecars import RunningSidecar

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from control_plane.render import Address
+from control_plane.address import Address
 
 from .conftest import RENDER, SidecarFactory
 from .oracle import assert_moved, assert_untouched

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from control_plane.render import Address
+from control_plane.address import Address
 
 from .wire import Closed, Header, Reader, framing_of
 

@@ -13,7 +13,7 @@ import h2.connection
 import h2.events
 import h2.settings
 
-from control_plane.render import Address
+from control_plane.address import Address
 
 TIMEOUT = 10.0
 """Seconds after which a client gives up: a hang, never a bound on speed."""

@@ -11,7 +11,7 @@ import pytest
 
 from control_plane.injector.admission import mutate
 from control_plane.injector.settings import InjectorSettings
-from control_plane.policy import Policies
+from control_plane.policy.model import Policies
 
 from .pod_namespace import POD_ADDRESS_6, PodNamespace, require_namespaces
 

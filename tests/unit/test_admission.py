@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from control_plane.address import Address
 from control_plane.errors import BadInput, InvalidField
 from control_plane.injector import annotations
 from control_plane.injector.admission import Mutation, decode_review, encode_json, mutate, read_review, review
@@ -24,8 +25,10 @@ from control_plane.injector.json_patch import json_patch
 from control_plane.injector.pod_patch import redirect_rules
 from control_plane.injector.reasons import Reason, WarningCode
 from control_plane.injector.settings import ENVOY_IMAGE, ENVOY_VERSION, InjectorSettings
-from control_plane.policy import Policies, parse_policies
-from control_plane.render import Address, Drain, Placement, bootstrap
+from control_plane.policy.load import parse_policies
+from control_plane.policy.model import Policies
+from control_plane.render.bootstrap import bootstrap
+from control_plane.render.placement import Drain, Placement
 
 POLICIES = parse_policies("policies: [{name: batch, selector: {tier: batch}, policy: {default: 10}}]")
 SETTINGS = InjectorSettings(kubernetes_version="1.35")

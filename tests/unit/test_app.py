@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from control_plane.errors import BadInput, PolicyError
-from control_plane.render import ManagedEnvoy, filter_config
+from control_plane.render.filter import ManagedEnvoy, filter_config
 from control_plane.server.app import create_app
 from control_plane.server.fast_path import MAX_BODY_BYTES
 from control_plane.server.settings import ServeSettings

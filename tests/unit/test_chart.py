@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from control_plane.cli import _injector as injector_settings
 from control_plane.cli import cli
-from control_plane.policy import parse_policies
+from control_plane.policy.load import parse_policies
 from control_plane.server import process
 from tests.golden.chart import OWN_CA, VARIANTS
 from tests.golden.chart import rendered as golden_rendered

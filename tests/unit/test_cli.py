@@ -20,7 +20,7 @@ import yaml
 
 from control_plane import __version__
 from control_plane.cli import OPTIONS, USED_BY, cli, main
-from control_plane.render import TARGETS
+from control_plane.render.targets import TARGETS
 from tests.pem import write_pair
 from tools.build_manifests import injected_example
 

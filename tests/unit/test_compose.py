@@ -9,8 +9,10 @@ import pytest
 import yaml
 
 from control_plane.injector.settings import ENVOY_IMAGE
-from control_plane.policy import ROLES, Policy
-from control_plane.render import DEFAULT_LISTEN, DEFAULT_UPSTREAM, Placement, bootstrap
+from control_plane.policy.model import Policy
+from control_plane.render.bootstrap import bootstrap
+from control_plane.render.placement import DEFAULT_LISTEN, DEFAULT_UPSTREAM, Placement
+from control_plane.vllm import ROLES
 from tools.fetch_tools import fetch
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "deploy" / "compose"

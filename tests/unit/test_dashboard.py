@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from control_plane.render import OUTCOMES
+from control_plane.render.filter import OUTCOMES
 from control_plane.server.app import create_app
 from control_plane.server.settings import ServeSettings
 from tests.pem import write_pair

@@ -9,7 +9,7 @@ from rich.console import Console
 from control_plane import demo
 from control_plane.doctor import Report, Row, Verdict
 from control_plane.errors import BadInput
-from control_plane.policy import RENDER_ROUTES
+from control_plane.vllm import RENDER_ROUTES
 
 
 def report(**verdicts: Verdict) -> Report:

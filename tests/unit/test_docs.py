@@ -11,8 +11,8 @@ import pytest
 from control_plane.cli import cli
 from control_plane.injector import annotations
 from control_plane.injector.reasons import Reason
-from control_plane.policy import Limits, NamedPolicy, Policy, Range, Routes
-from control_plane.render import OUTCOMES
+from control_plane.policy.model import Limits, NamedPolicy, Policy, Range, Routes
+from control_plane.render.filter import OUTCOMES
 from control_plane.server.fleet import CONFIG_STATUSES
 from tools import build_values
 from tools.docs_hook import ROOT_PAGES, adapt_links

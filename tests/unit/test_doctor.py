@@ -23,8 +23,8 @@ from control_plane.doctor import DoctorSettings, Report, Row, Verdict, examine
 from control_plane.doctor.responses import gauge_values
 from control_plane.doctor.server import Server
 from control_plane.errors import InvalidField
-from control_plane.policy import GENERATE_ROUTE, RENDER_ROUTES, Role
 from control_plane.simulator import SimulatorSettings, run
+from control_plane.vllm import GENERATE_ROUTE, RENDER_ROUTES, Role
 
 ENGINE = SimulatorSettings(kind="engine")
 RENDER = SimulatorSettings(kind="render")

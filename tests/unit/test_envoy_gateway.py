@@ -12,9 +12,13 @@ import lupa.luajit21 as luajit21
 import pytest
 import yaml
 
+from control_plane.address import Address
 from control_plane.errors import BadInput
-from control_plane.policy import ROLES, Policy, Role, parse_policies
-from control_plane.render import Address, Attachment, Placement, render
+from control_plane.policy.load import parse_policies
+from control_plane.policy.model import Policy
+from control_plane.render.placement import Attachment, Placement
+from control_plane.render.targets import render
+from control_plane.vllm import ROLES, Role
 from tests.crd_schemas import problems
 
 POLICIES = {

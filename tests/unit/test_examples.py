@@ -9,7 +9,7 @@ import yaml
 
 from control_plane.injector.manifests import inject_stream, uninject_stream
 from control_plane.injector.settings import InjectorSettings
-from control_plane.policy import Policies
+from control_plane.policy.model import Policies
 from tests.helm import KUBERNETES_VERSIONS
 from tools.build_manifests import injected_example
 

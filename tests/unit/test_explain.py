@@ -8,7 +8,7 @@ import pytest
 
 from control_plane.cli import main
 from control_plane.explain import explain
-from control_plane.policy import Policy
+from control_plane.policy.model import Policy
 
 GENERATE, MESSAGES = "/inference/v1/generate", "/v1/messages/render"
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from control_plane.explain import Explanation, Filter
-from control_plane.policy import parse_policies
-from control_plane.render import OUTCOMES, Place
+from control_plane.policy.load import parse_policies
+from control_plane.render.filter import OUTCOMES, Place
 
 CHAT, GENERATE, MESSAGES = "/v1/chat/completions/render", "/inference/v1/generate", "/v1/messages/render"
 JSON = ("content-type", "application/json")

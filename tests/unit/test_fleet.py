@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from control_plane.policy import parse_policies
+from control_plane.policy.load import parse_policies
 from control_plane.server.discovery_request import RequestDecoder
 from control_plane.server.fleet import Fleet, SidecarStatus
 from control_plane.server.xds import Snapshot

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from control_plane.errors import BadInput
 from control_plane.injector.manifests import TEMPLATES, inject_stream, uninject_stream
 from control_plane.injector.settings import InjectorSettings
-from control_plane.policy import Policies
+from control_plane.policy.model import Policies
 
 SETTINGS = InjectorSettings(kubernetes_version="1.35")
 

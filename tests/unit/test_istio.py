@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 
+from control_plane.address import Address
 from control_plane.errors import BadInput
-from control_plane.policy import ROLES, Role, parse_policies
-from control_plane.render import Address, Attachment, Placement, render
+from control_plane.policy.load import parse_policies
+from control_plane.render.placement import Attachment, Placement
+from control_plane.render.targets import render
+from control_plane.vllm import ROLES, Role
 from tests.crd_schemas import problems
 from tests.integration.meshes import apply_envoy_filter
 

@@ -5,9 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from control_plane.lua_bundle import Script, Setting, bundle, lua_literal
-from control_plane.policy import ROLES, Policy, Role, parse_policies
-from control_plane.render import filter_script, filter_settings
+from control_plane.policy.load import parse_policies
+from control_plane.policy.model import Policy
+from control_plane.render.filter import filter_script, filter_settings
+from control_plane.render.lua_bundle import Script, Setting, bundle, lua_literal
+from control_plane.vllm import ROLES, Role
 
 
 def read_back(value: Setting) -> object:

@@ -10,17 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from control_plane.errors import PolicyError
-from control_plane.policy import (
-    ENGINE_ROUTES,
-    INT64_MAX,
-    INT64_MIN,
-    MAX_FILE_BYTES,
-    RENDER_ROUTES,
-    Policies,
-    Policy,
-    load_policies,
-    parse_policies,
-)
+from control_plane.policy.load import MAX_FILE_BYTES, load_policies, parse_policies
+from control_plane.policy.model import Policies, Policy
+from control_plane.vllm import ENGINE_ROUTES, INT64_MAX, INT64_MIN, RENDER_ROUTES
 
 INT64 = "an integer"
 CLASS = "a name of at most 63 letters, digits and . _ - that starts with a letter"

@@ -11,10 +11,11 @@ from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from control_plane.lua_bundle import lua_literal
 from control_plane.package_data import read_text
-from control_plane.policy import INT64_MAX, INT64_MIN, Role, parse_policies
-from control_plane.render import filter_settings
+from control_plane.policy.load import parse_policies
+from control_plane.render.filter import filter_settings
+from control_plane.render.lua_bundle import lua_literal
+from control_plane.vllm import INT64_MAX, INT64_MIN, Role
 
 _lua = luajit.LuaRuntime(encoding=None)
 _priority = _lua.execute(b"return (function(...) " + read_text("lua", "priority.lua").encode() + b"\nend)()")

@@ -8,22 +8,17 @@ from typing import Any
 import pytest
 import yaml
 
+from control_plane.address import Address
 from control_plane.errors import BadInput
-from control_plane.policy import ROLES, Policies, Policy, Role
-from control_plane.render import (
-    OUTCOMES,
-    TARGETS,
-    Address,
-    Attachment,
-    Placement,
-    Resource,
-    bootstrap,
-    clusters,
-    listeners,
-    node_metadata,
-    render,
-    to_yaml,
-)
+from control_plane.policy.model import Policies, Policy
+from control_plane.render.bootstrap import bootstrap, node_metadata
+from control_plane.render.clusters import clusters
+from control_plane.render.filter import OUTCOMES
+from control_plane.render.listener import listeners
+from control_plane.render.placement import Attachment, Placement
+from control_plane.render.targets import TARGETS, render
+from control_plane.render.templates import Resource, to_yaml
+from control_plane.vllm import ROLES, Role
 
 
 @pytest.mark.parametrize(

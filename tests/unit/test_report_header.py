@@ -3,7 +3,7 @@
 import pytest
 
 from control_plane.explain import explain
-from control_plane.policy import Policy
+from control_plane.policy.model import Policy
 from control_plane.report_header import SidecarReport, parse_report
 
 

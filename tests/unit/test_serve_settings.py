@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from control_plane.address import Address
 from control_plane.errors import InvalidField
 from control_plane.injector.settings import InjectorSettings
-from control_plane.render import Address
 from control_plane.server.settings import ServeSettings
 
 

@@ -13,10 +13,10 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from control_plane.policy import GENERATE_ROUTE
-from control_plane.simulator import PRIORITY_HEADER, SimulatorSettings, run
+from control_plane.simulator import SimulatorSettings, run
 from control_plane.simulator.coupled import header_priority
 from control_plane.simulator.scheduler import Slots
+from control_plane.vllm import GENERATE_ROUTE, PRIORITY_HEADER
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (
     f"/v1/{name}/render" for name in ("chat/completions", "completions", "responses", "messages")

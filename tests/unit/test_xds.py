@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 
-from control_plane import render
-from control_plane.policy import Policies, parse_policies
-from control_plane.render import Address, Placement
+from control_plane.address import Address
+from control_plane.policy.load import parse_policies
+from control_plane.policy.model import Policies
+from control_plane.render.clusters import clusters
+from control_plane.render.filter import ManagedEnvoy, filter_config
+from control_plane.render.listener import listeners
+from control_plane.render.placement import DEFAULT_ADMIN, Placement
 from control_plane.server.discovery_request import TYPE_URLS, RequestDecoder
 from control_plane.server.xds import DiscoveryResponse, Snapshot
 
@@ -52,7 +56,7 @@ def test_the_filter_configuration_is_the_rendered_one() -> None:
             {
                 "@type": "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig",
                 "name": "vllm_priority",
-                "typed_config": render.filter_config(policies.default, "engine", render.ManagedEnvoy("")),
+                "typed_config": filter_config(policies.default, "engine", ManagedEnvoy("")),
             }
         ],
     }
@@ -72,7 +76,7 @@ def test_the_filter_configuration_matches_the_bootstrap_of_the_sidecar(said: dic
         "typed_config"
     ]
     policy = parse_policies(POLICIES).default
-    assert served == render.filter_config(policy, "engine", render.ManagedEnvoy(own))
+    assert served == filter_config(policy, "engine", ManagedEnvoy(own))
     renamed = '["routes_report"]' in served["default_source_code"]["inline_string"]
     assert renamed == (own != policy.report_header)
 
@@ -81,9 +85,10 @@ def test_the_filter_configuration_matches_the_bootstrap_of_the_sidecar(said: dic
 def test_listeners_and_clusters_have_the_addresses_that_the_sidecar_names(kind: str) -> None:
     response = discover(kind, request(role="engine", listen="127.0.0.1:7001", upstream="vllm:9000"))
     placement = Placement(
-        "engine", Address("127.0.0.1", 7001), Address("vllm", 9000), render.DEFAULT_ADMIN["engine"]
+        "engine", Address("127.0.0.1", 7001), Address("vllm", 9000), DEFAULT_ADMIN["engine"]
     )  # fmt: skip
-    expected = getattr(render, kind)(parse_policies(POLICIES).default, placement)
+    render = {"listeners": listeners, "clusters": clusters}[kind]
+    expected = render(parse_policies(POLICIES).default, placement)
     served = json.loads(response.body)["resources"]
     assert [{key: value for key, value in resource.items() if key != "@type"} for resource in served] == expected
     assert {resource["@type"] for resource in served} == {TYPE_URLS[kind]}
@@ -124,7 +129,7 @@ def test_the_version_depends_on_the_content_and_not_on_the_file_or_the_client() 
 
 def test_the_version_is_the_same_in_every_process() -> None:
     code = (
-        "from control_plane.policy import parse_policies; from control_plane.server.xds import *\n"
+        "from control_plane.policy.load import parse_policies; from control_plane.server.xds import *\n"
         "from control_plane.server.discovery_request import TYPE_URLS, RequestDecoder\n"
         "s = Snapshot(parse_policies('{classes: {a: 1, b: 2, c: 3}}'))\n"
         'body = b\'{"node":{"metadata":{"role":"engine"}}}\'\n'

@@ -1,51 +1,25 @@
-"""The policy: what to do with a priority, read from YAML and validated once, here.
+"""The policy: what to do with a priority.
 
-Past this module every function takes the frozen models and checks nothing again.
+Every function past `load` takes these frozen models and checks nothing again.
 """
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
-import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    ValidationError,
-    model_validator,
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+
+from control_plane.vllm import (
+    ENGINE_ROUTES,
+    INT64_MAX,
+    INT64_MIN,
+    PRIORITY_HEADER,
+    READS_HEADER,
+    REJECTS_MEMBER,
+    RENDER_ROUTES,
+    RESPONSE_ROUTES,
+    Role,
 )
-
-from control_plane.errors import PolicyError
-from control_plane.messages import one_line, problems, shown
-
-Role = Literal["render", "engine"]
-ROLES: tuple[Role, ...] = ("render", "engine")
-
-INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
-
-# Routes that accept a body priority and ignore the header: vLLM 0.32 and 0.33,
-# vllm/entrypoints/serve/disagg and vllm/entrypoints/openai.
-RENDER_ROUTES = (
-    "/v1/chat/completions/render",
-    "/v1/completions/render",
-    "/v1/responses/render",
-    "/v1/messages/render",
-)
-GENERATE_ROUTE = "/inference/v1/generate"
-ENGINE_ROUTES = (GENERATE_ROUTE, "/cohere/v2/chat/render", *RENDER_ROUTES)
-
-# Its request cannot carry a priority; the GenerateRequest it answers with can.
-RESPONSE_ROUTES = frozenset({"/v1/messages/render"})
-
-# vLLM reads the header here itself, so a second reader could only disagree with it.
-READS_HEADER = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
-
-# A body `priority` is refused with a 400 here (vLLM 0.33).
-REFUSES_MEMBER = frozenset({"/v1/decisions"})
 
 # Headers that HTTP or Envoy gives a meaning of its own.
 RESERVED_HEADERS = frozenset(
@@ -56,14 +30,18 @@ RESERVED_HEADERS = frozenset(
 )  # fmt: skip
 
 Int64 = Annotated[int, Field(strict=True, ge=INT64_MIN, le=INT64_MAX)]
+
 HeaderName = Annotated[
     str,
     BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value),
     StringConstraints(pattern=r"^[a-z0-9!#$%&'*+.^_`|~-]+$", max_length=128),
 ]
+
 # A class name must never be mistaken for a number, so it starts with a letter.
 ClassName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9._-]{0,62}$")]
+
 RoutePath = Annotated[str, StringConstraints(pattern=r"^/[^?#%\s]*$", max_length=1024)]
+
 PolicyName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
 
 
@@ -130,7 +108,9 @@ class Limits(_Model):
 class Policy(_Model):
     """What the sidecar does with a priority."""
 
-    header: HeaderName = Field(default="x-vllm-priority", description="The request header that carries the priority.")
+    header: HeaderName = Field(
+        default=PRIORITY_HEADER.lower(), description="The request header that carries the priority."
+    )
     engine: Literal["vllm", "sglang"] = Field(
         default="vllm", description="vllm: lower is more urgent. sglang: higher is, so the value is negated."
     )
@@ -192,7 +172,7 @@ class Policy(_Model):
                 raise ValueError(f"default: {default} is outside range; allowed: a value within range")
             self._check_negatable("default", default)
         for path in self.routes.extra:
-            for known in sorted(RESPONSE_ROUTES | READS_HEADER | REFUSES_MEMBER):
+            for known in sorted(RESPONSE_ROUTES | READS_HEADER | REJECTS_MEMBER):
                 if path != known and path.endswith(known):
                     prefix = path.removesuffix(known)
                     raise ValueError(
@@ -204,7 +184,7 @@ class Policy(_Model):
             ("engine", self.routes.for_role("engine")),
         ):
             for path in paths:
-                if path not in READS_HEADER | REFUSES_MEMBER:
+                if path not in READS_HEADER | REJECTS_MEMBER:
                     continue
                 where = f"routes.{'extra' if path in self.routes.extra else key}"
                 if path in READS_HEADER:
@@ -263,108 +243,6 @@ class Policies(_Model):
         return self.default if name is None else None
 
 
-class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML that refuses a repeated key, which YAML forbids and PyYAML lets pass.
-
-    A merge key is refused too: a few lines of them grow to more mappings than any machine holds.
-    """
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                raise yaml.constructor.ConstructorError(
-                    None,
-                    None,
-                    "the merge key << is not allowed; allowed: keys that are written out",
-                    key_node.start_mark,
-                )
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str | int | float | bool | None):
-                continue
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {shown(key)} is there twice", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-def parse_policies(text: str, source: str = "policy") -> Policies:
-    """Policies of a YAML text. PolicyError names `source`, the key's path, and what is allowed."""
-    try:
-        document = yaml.load(text, _StrictLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
-        problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "cannot be read"
-        raise PolicyError(f"{source}: not YAML:{where} {one_line(problem)}") from None
-    except RecursionError:
-        raise PolicyError(f"{source}: nested too deeply; allowed: a policy, as in the README") from None
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        # A date or number that YAML recognises and Python refuses, or a tag on what it does not fit, as in `!!int ""`.
-        reason = f": {one_line(str(error))}" if isinstance(error, ValueError) else ", or does not fit its tag"
-        raise PolicyError(f"{source}: not YAML: a value cannot be read{reason}") from None
-    if document is None:
-        document = {}
-    if not isinstance(document, dict):
-        wanted = "a mapping of keys is wanted; allowed: a policy, as in the README"
-        raise PolicyError(f"{source}: {shown(document)} stands where {wanted}")
-    top = {key: value for key, value in document.items() if key != "policies"}
-    entries = document.get("policies")
-    entries = [] if entries is None else entries
-    default = _validate(Policy, top, source)
-    if not isinstance(entries, list):
-        raise PolicyError(f"{source}: policies: {shown(entries)} is not allowed; allowed: a list of named policies")
-    named = []
-    for index, entry in enumerate(entries):
-        path = f"policies[{index}]"
-        if not isinstance(entry, dict):
-            raise PolicyError(f"{source}: {path}: {shown(entry)} is not allowed; allowed: name, selector, policy")
-        own = entry.get("policy")
-        own = {} if own is None else own
-        if not isinstance(own, dict):
-            raise PolicyError(
-                f"{source}: {path}.policy: {shown(own)} is not allowed; allowed: a mapping of policy keys"
-            )
-        policy = _validate(Policy, {**top, **own}, source, f"{path}.policy.")
-        named.append(_validate(NamedPolicy, {**entry, "policy": policy}, source, f"{path}."))
-    return _validate(Policies, {"default": default, "named": named}, source)
-
-
-MAX_FILE_BYTES = 1024 * 1024
-"""What a ConfigMap holds at most, and far more than a policy needs."""
-
-
-def load_policies(path: Path | str) -> Policies:
-    """Policies of a YAML file. PolicyError where it cannot be read or is wrong."""
-    try:
-        with Path(path).open("rb") as file:
-            read = file.read(MAX_FILE_BYTES + 1)
-        text = read.decode("utf-8")
-    except FileNotFoundError:
-        raise PolicyError(f"{path}: no such file; allowed: the path of a policy in YAML") from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise PolicyError(f"{path}: cannot be read: {reason}; allowed: the path of a policy in YAML") from None
-    except ValueError:  # a NUL, which no path has
-        raise PolicyError(f"{shown(str(path))}: no path; allowed: the path of a policy in YAML") from None
-    if len(read) > MAX_FILE_BYTES:
-        raise PolicyError(f"{path}: is too large; allowed: at most {MAX_FILE_BYTES} bytes")
-    return parse_policies(text, str(path))
-
-
 def policy_schema() -> dict[str, Any]:
     """JSON Schema of a policy, for the chart's values.schema.json and for editors."""
     return Policy.model_json_schema()
-
-
-_ModelT = TypeVar("_ModelT", bound=BaseModel)
-
-
-def _validate(model: type[_ModelT], data: Mapping[str, Any], source: str, prefix: str = "") -> _ModelT:
-    try:
-        return model.model_validate(dict(data))
-    except ValidationError as error:
-        extra_keys = ("policies",) if model is Policy and not prefix else ()
-        raise PolicyError(f"{source}: {problems(model, error, prefix, extra_keys)}") from None

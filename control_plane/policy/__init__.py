@@ -1,0 +1,6 @@
+"""The policy: what to do with a priority.
+
+load      reads a policy file and validates it, once
+model     what a policy can say; past it, nothing is checked again
+messages  describes what pydantic found wrong, for policies, pods and discovery requests
+"""

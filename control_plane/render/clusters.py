@@ -1,0 +1,73 @@
+"""Envoy's clusters: the upstream, the control plane, Envoy's own admin, and the counters."""
+
+from control_plane.policy.model import Policy
+from control_plane.render.addresses import discovery_type, socket_address
+from control_plane.render.filter import FILTER_NAME, OUTCOMES
+from control_plane.render.placement import Placement
+from control_plane.render.templates import Resource, render_template
+
+# How bodies are handled in an Envoy that we configure.
+CONNECTION_BUFFER = 262144
+"""Where Envoy stops reading from a client or a server while the other side does not keep up, in bytes."""
+
+
+def clusters(policy: Policy, placement: Placement) -> list[Resource]:
+    """The Envoy clusters: the upstream, those that the placement calls for, and the counters."""
+    found = [
+        render_template(
+            "cluster",
+            discovery_type=discovery_type(placement.upstream, spread=placement.spread),
+            address=socket_address(placement.upstream),
+            buffer=CONNECTION_BUFFER,
+            max_connections=placement.max_connections,
+            health_checks=_HEALTH_CHECKS if placement.health else [],
+        )
+    ]
+    if placement.control_plane:
+        found.append(
+            render_template(
+                "control_plane_cluster",
+                discovery_type=discovery_type(placement.control_plane),
+                address=socket_address(placement.control_plane),
+                health_checks=_CONTROL_PLANE_CHECKS if placement.health else [],
+            )
+        )
+    if placement.health:
+        found.append(render_template("admin_cluster", address=socket_address(placement.admin)))
+    return found + [render_template("counter_cluster", name=f"{FILTER_NAME}_{outcome}") for outcome in OUTCOMES]
+
+
+_HEALTH_CHECKS = [
+    {
+        "timeout": "1s",
+        "interval": "2s",
+        "no_traffic_interval": "2s",
+        "unhealthy_threshold": 2,
+        "healthy_threshold": 1,
+        "tcp_health_check": {},
+    }
+]
+
+_CONTROL_PLANE_CHECKS = [
+    {
+        "timeout": "5s",
+        "interval": "30s",
+        "no_traffic_interval": "30s",
+        "unhealthy_interval": "10s",
+        "unhealthy_threshold": 2,
+        "healthy_threshold": 1,
+        "tcp_health_check": {},
+        "event_logger": [
+            {
+                "name": "envoy.health_check.event_sink.file",
+                "typed_config": {
+                    "@type": "type.googleapis.com/envoy.extensions."
+                    "health_check.event_sinks.file.v3.HealthCheckEventFileSink",
+                    "event_log_path": "/dev/stdout",
+                },
+            }
+        ],
+    }
+]
+"""For an Envoy that runs without `vllm-priority run`: it logs when the control plane becomes unreachable and when it is
+back. The checks decide nothing: with its only host unhealthy, Envoy goes on polling it (panic threshold)."""

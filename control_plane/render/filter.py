@@ -1,0 +1,117 @@
+"""The two Lua filters: what they read of a policy, their scripts, and how Envoy is given them."""
+
+from dataclasses import dataclass
+from typing import Literal, Self
+
+from control_plane.policy.model import Policy
+from control_plane.render.lua_bundle import Setting, bundle
+from control_plane.render.templates import Resource, render_template
+from control_plane.vllm import Role
+
+FILTER_NAME = "vllm_priority"
+"""Name of the main filter, its ECDS resource, its dynamic metadata namespace, and the prefix of its stats."""
+
+DEFERRED_NAME = f"{FILTER_NAME}_deferred"
+"""Name of the deferred filter."""
+
+OUTCOMES = (
+    "inserted", "replaced", "kept", "response_edited", "absent",
+    "invalid", "out_of_range", "ambiguous", "invalid_path", "too_large",
+    "unsupported_media_type", "unsupported_charset", "unsupported_encoding",
+    "malformed_json", "not_an_object", "empty_body", "upstream_error", "overloaded",
+)  # fmt: skip
+"""What can become of a priority. Each has a counter."""
+
+
+@dataclass(frozen=True)
+class ManagedEnvoy:
+    """An Envoy that we configure: its routes add the report to responses, and say where the deferred filter is on.
+
+    `report_header`: the name under which they add it: that of the policy it started with; empty where they add none.
+    """
+
+    report_header: str
+
+    @classmethod
+    def of(cls, policy: Policy) -> Self:
+        """As `listeners()` configures one that starts with this policy."""
+        return cls(policy.report_header or "")
+
+
+Place = ManagedEnvoy | Literal["mesh", "waypoint"]
+"""Where a filter runs: in an Envoy that we configure; in a mesh, with the deferred filter after it; or alone."""
+
+
+def filter_settings(policy: Policy, role: Role, place: Place) -> dict[str, Setting]:
+    """What the main filter's Lua reads of a policy. Priorities are texts: Lua's numbers cannot hold every int64."""
+    default = policy.default_value
+    renamed = isinstance(place, ManagedEnvoy) and place.report_header != (policy.report_header or "")
+    return {
+        "header": policy.header,
+        "report_header": policy.report_header,
+        "keep_header": policy.keep_header,
+        "reject_invalid": policy.on_invalid == "reject",
+        "reject_unmovable": policy.on_unmovable == "reject",
+        "negate": policy.engine == "sglang",
+        "default": None if default is None else str(default),
+        "min": None if policy.range.min is None else str(policy.range.min),
+        "max": None if policy.range.max is None else str(policy.range.max),
+        "clamp": policy.range.outside == "clamp",
+        "classes": {name: str(value) for name, value in policy.classes.items()},
+        "routes": policy.routes.kinds(role),
+        "max_body_bytes": policy.limits.max_body_bytes,
+        "deferred": place == "mesh",
+        "routes_report": place.report_header if isinstance(place, ManagedEnvoy) and renamed else None,
+        "count_by_cluster": isinstance(place, ManagedEnvoy),
+    }
+
+
+def deferred_settings(policy: Policy, place: Place) -> dict[str, Setting]:
+    """What the deferred filter's Lua reads of the policy that its proxy starts with."""
+    managed = isinstance(place, ManagedEnvoy)
+    return {
+        "header": policy.header,
+        "report_header": policy.report_header,
+        "report_by_routes": managed,
+        "count_by_cluster": managed,
+    }
+
+
+def filter_script(policy: Policy, role: Role, place: Place) -> str:
+    """The main filter's script. It sees responses where nothing else can: alone, and where the report is renamed."""
+    settings = filter_settings(policy, role, place)
+    sees_responses = place == "waypoint" or settings["routes_report"] is not None
+    return bundle(settings, sees_responses=sees_responses, comments=not isinstance(place, ManagedEnvoy))
+
+
+def deferred_script(policy: Policy, place: Place) -> str:
+    """The deferred filter's script."""
+    settings = deferred_settings(policy, place)
+    return bundle(settings, "deferred", sees_responses=True, comments=not isinstance(place, ManagedEnvoy))
+
+
+def filter_config(policy: Policy, role: Role, place: Place) -> Resource:
+    """The main filter's typed_config."""
+    return _lua(filter_script(policy, role, place))
+
+
+def deferred_config(policy: Policy, place: Place) -> Resource:
+    """The deferred filter's typed_config."""
+    return _lua(deferred_script(policy, place))
+
+
+def _lua(script: str) -> Resource:
+    return render_template("filter", filter_name=FILTER_NAME, script=script)
+
+
+_HELD_SLACK = 1048576
+"""Bytes that Envoy may hold beyond `limits.max_body_bytes`, so that the filter sees where a body passes that limit."""
+
+_UNLIMITED = 2**32 - 1
+"""Bytes that Envoy may hold where the policy sets no limit: lua/memory.lua sets it, not this."""
+
+
+def held_bytes(policy: Policy) -> int:
+    """How many bytes of one body a proxy has to hold."""
+    limit = policy.limits.max_body_bytes
+    return _UNLIMITED if limit is None else min(limit + _HELD_SLACK, _UNLIMITED)

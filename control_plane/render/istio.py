@@ -1,0 +1,58 @@
+"""Objects for Istio: an EnvoyFilter for sidecars, a TrafficExtension for a waypoint."""
+
+from dataclasses import replace
+
+from control_plane.errors import BadInput
+from control_plane.policy.model import Policy
+from control_plane.render.filter import (
+    DEFERRED_NAME,
+    FILTER_NAME,
+    deferred_config,
+    filter_config,
+    filter_script,
+    held_bytes,
+)
+from control_plane.render.objects import ROLE_LABEL, object_metadata, service_reference
+from control_plane.render.placement import Placement
+from control_plane.render.templates import Resource, render_template
+
+
+def istio(policy: Policy, placement: Placement) -> list[Resource]:
+    """An EnvoyFilter for the Istio sidecars of the selected pods: the filter, right before their router.
+
+    No clusters are added to a mesh to count by, so an Envoy before 1.38 has no counters there.
+    """
+    return [
+        render_template(
+            "istio",
+            metadata=object_metadata(placement),
+            selector=dict(placement.attachment.selector or {ROLE_LABEL: placement.role}),
+            filter_name=FILTER_NAME,
+            deferred_name=DEFERRED_NAME,
+            held_bytes=held_bytes(policy),
+            typed_config=filter_config(policy, placement.role, "mesh"),
+            deferred_config=deferred_config(policy, "mesh"),
+        )
+    ]
+
+
+def istio_waypoint(policy: Policy, placement: Placement) -> list[Resource]:
+    """A TrafficExtension for the waypoint of the upstream, a Service: Istio 1.30 and later, whose own API this is.
+
+    BadInput where the upstream is no Service, or is in another namespace than the object.
+    """
+    service = service_reference(placement.upstream)
+    namespace = placement.attachment.namespace or service.get("namespace")
+    if service.get("namespace", namespace) != namespace:
+        raise BadInput(
+            f"--namespace: {namespace} is not where the Service is; allowed: {service['namespace']}, as for the Service"
+        )
+    attachment = replace(placement.attachment, namespace=namespace)
+    return [
+        render_template(
+            "istio_waypoint",
+            metadata=object_metadata(replace(placement, attachment=attachment)),
+            service=service["name"],
+            script=filter_script(policy, placement.role, "waypoint"),
+        )
+    ]

@@ -1,0 +1,45 @@
+"""The table of targets. A new target is a row here, a module and a template."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from control_plane.errors import BadInput
+from control_plane.policy.model import Policy
+from control_plane.render.bootstrap import bootstrap, xds
+from control_plane.render.envoy_gateway import envoy_gateway
+from control_plane.render.istio import istio, istio_waypoint
+from control_plane.render.placement import Placement
+from control_plane.render.templates import Resource
+
+
+@dataclass(frozen=True)
+class Target:
+    """Something that reads what we render.
+
+    Attributes:
+        documents: Renders the documents to write.
+        options: The options of `vllm-priority config` that this target uses, besides those that every target uses. The
+            command rejects the others, which would have no effect.
+    """
+
+    documents: Callable[[Policy, Placement], list[Resource]]
+    options: frozenset[str]
+
+
+_ENVOY = frozenset({"spread", "upstream", "listen", "control_plane", "access_log", "request_timeout", "memory_limit"})
+
+TARGETS: Mapping[str, Target] = {
+    "bootstrap": Target(lambda policy, placement: [bootstrap(policy, placement)], _ENVOY | {"admin", "check", "envoy"}),
+    "xds": Target(xds, _ENVOY),
+    "istio": Target(istio, frozenset({"namespace", "selector"})),
+    "istio-waypoint": Target(istio_waypoint, frozenset({"namespace", "upstream"})),
+    "envoy-gateway": Target(envoy_gateway, frozenset({"namespace", "upstream", "gateway"})),
+}
+"""Name of a target -> how it is rendered."""
+
+
+def render(target: str, policy: Policy, placement: Placement) -> list[Resource]:
+    """Render the documents of a target. BadInput for an unknown one."""
+    if target not in TARGETS:
+        raise BadInput(f"target: {target!r} is unknown; allowed: {', '.join(TARGETS)}")
+    return TARGETS[target].documents(policy, placement)
