@@ -1,6 +1,7 @@
 """The commands. Exit status: 0 done, 1 the thing asked about fails, 2 bad input: one line on stderr, no traceback."""
 
 import asyncio
+import ipaddress
 import json
 import os
 import re
@@ -36,6 +37,7 @@ from control_plane.render.bootstrap import bootstrap
 from control_plane.render.placement import DEFAULT_REQUEST_TIMEOUT, Attachment, Placement
 from control_plane.render.targets import TARGETS, render
 from control_plane.render.templates import to_yaml
+from control_plane.stream_handle import Client
 from control_plane.vllm import INT64_MIN, ROLES, Role
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -238,6 +240,9 @@ def validate(path: str, as_json: bool) -> None:
     """Check a policy file."""
     policies = load_policies(path)
     names = [entry.name for entry in policies.named]
+    for name, policy in policies.by_name.items():
+        if policy.open_routes:
+            _complain(f"vllm-priority: {path}: policy {name}: {policy.open_routes}.")
     if as_json:
         click.echo(json.dumps({"valid": True, "default": policies.default.model_dump(mode="json"), "named": names}))
     else:
@@ -403,13 +408,19 @@ def run(
     name="explain",
     epilog=_example(
         "vllm-priority explain --path /v1/chat/completions/render -H 'X-Vllm-Priority: -10' -d '{\"messages\":[]}'\n"
-        "vllm-priority explain --path /inference/v1/generate -H 'X-Vllm-Priority: high' -d @request.json --json"
+        "vllm-priority explain --path /inference/v1/generate -H 'X-Vllm-Priority: high' -d @request.json --json\n"
+        "vllm-priority explain --path /v1/chat/completions -H 'X-Vllm-Priority: 5' --policy policy.yaml --peer 10.1.2.3"
     ),
 )
 @_option("--path", required=True, metavar="PATH", help="Request target, such as /inference/v1/generate.")
 @_option("-H", "--header", "headers", multiple=True, metavar="'NAME: VALUE'", help="May be given several times.")
 @_option("-d", "--data", metavar="BODY|@FILE", default="{}", show_default=True, help="Request body. @-: stdin.")
 @_option("-X", "--method", default="POST", show_default=True, help="Request method.")
+@_option(
+    "--peer", metavar="IP", default="127.0.0.1", show_default=True,
+    help="Address that the connection comes from, for a policy with trust.",
+)  # fmt: skip
+@_option("--identity", metavar="NAME", multiple=True, help="URI or DNS name in the client's verified certificate.")
 @_option("--role", type=click.Choice(ROLES), default="engine", show_default=True, help="What vLLM does there.")
 @_policy_file
 @_policy_name
@@ -419,6 +430,8 @@ def explain_command(
     headers: tuple[str, ...],
     data: str,
     method: str,
+    peer: str,
+    identity: tuple[str, ...],
     role: Role,
     policy: str | None,
     policy_name: str | None,
@@ -439,7 +452,8 @@ def explain_command(
     chosen = _policy(policy, policy_name)
     # In pieces, as Envoy gets it: a long body is not changed from its first byte on.
     chunks = [body[at : at + 16384] for at in range(0, len(body), 16384)]
-    found = explain(chosen, role, path, lines, chunks, method=method.upper())
+    sender = _client(peer, identity)
+    found = explain(chosen, role, path, lines, chunks, method=method.upper(), client=sender)
     if as_json:
         click.echo(json.dumps(_explained(found)))
     else:
@@ -456,6 +470,14 @@ def _header(line: str) -> tuple[str, str]:
     if not colon or not re.fullmatch(_TOKEN, name) or not re.fullmatch(_VALUE, value):
         raise BadInput(f"-H: {line!r} is no header; allowed: 'Name: value'")
     return name, value.strip(" \t")
+
+
+def _client(peer: str, identities: tuple[str, ...]) -> Client:
+    try:
+        address = ipaddress.ip_address(peer)
+    except ValueError:
+        raise BadInput(f"--peer: {peer!r} is not an IP address. Use one, for example 10.1.2.3 or 2001:db8::1") from None
+    return Client(f"[{address}]:1" if address.version == 6 else f"{address}:1", identities)
 
 
 def _body(data: str) -> bytes:
@@ -476,6 +498,7 @@ def _explained(found: Explanation) -> dict[str, Any]:
         "priority": found.value,
         "source": found.source,
         "report": found.report,
+        "trusted_by": found.trusted_by,
         "reaches_vllm": found.refusal is None,
         "headers": list(found.headers),
         "body": found.body.decode("utf-8", "backslashreplace"),
@@ -493,6 +516,8 @@ def _print_explanation(found: Explanation, policy: Policy) -> None:
     click.echo(f"outcome: {found.outcome}")
     if policy.report_header:
         click.echo(f"answer's header: {policy.report_header}: {found.report}")
+    if found.trusted_by is not None:
+        click.echo(f"trusted by: {found.trusted_by}")
     if found.refusal is not None:
         click.echo(
             f"answered by the sidecar: {found.refusal[0]} {found.refusal[1].decode('utf-8', 'backslashreplace')}"

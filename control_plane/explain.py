@@ -9,7 +9,7 @@ from lupa import luajit21
 from control_plane.policy.model import Policy
 from control_plane.render.filter import ManagedEnvoy, Place, deferred_script, filter_script
 from control_plane.report_header import SidecarReport, parse_report
-from control_plane.stream_handle import Metadata, Stream
+from control_plane.stream_handle import LOCAL_CLIENT, Client, Metadata, Stream
 from control_plane.vllm import Role
 
 Headers = Sequence[tuple[str, str]]
@@ -21,6 +21,8 @@ class Explanation:
 
     `report` is what the response header and the access log say; None on a route that is not edited.
     `headers` and `body` are what vLLM gets; `refusal` is the answer where nothing reaches vLLM (status, body).
+    `trusted_by` is the rule of the policy's `trust` that lets the client name a priority: "nothing" where none does,
+    None where the policy has no `trust`.
     `answer` is what becomes of an answer `{"priority":0}` on a route whose answer is edited.
     """
 
@@ -30,6 +32,7 @@ class Explanation:
     refusal: tuple[int, bytes] | None
     answer: bytes | None
     answer_headers: tuple[tuple[str, str], ...]
+    trusted_by: str | None
 
     @property
     def outcome(self) -> str | None:
@@ -59,10 +62,11 @@ def explain(
     chunks: Sequence[bytes],
     *,
     method: str = "POST",
+    client: Client = LOCAL_CLIENT,
     answer: bytes = b'{"priority":0}',
 ) -> Explanation:
     """Run one request, its body in these chunks, through the filter with this policy."""
-    return Filter(policy, role).explain(path, headers, chunks, method=method, answer=answer)
+    return Filter(policy, role).explain(path, headers, chunks, method=method, client=client, answer=answer)
 
 
 class Filter:
@@ -96,6 +100,7 @@ class Filter:
         chunks: Sequence[bytes],
         *,
         method: str = "POST",
+        client: Client = LOCAL_CLIENT,
         answer: bytes = b'{"priority":0}',
         answer_head: Headers = ((":status", "200"), ("content-type", "application/json")),
         answer_chunks: Sequence[bytes] | None = None,
@@ -104,7 +109,7 @@ class Filter:
         metadata = Metadata(self._to_table)
         pseudo = [(b":method", method.encode()), (b":path", path.encode())]
         lines = pseudo + [(name.lower().encode(), value.encode("latin-1")) for name, value in headers]
-        request = Stream(lines, chunks, metadata, self._on_deferred is not None)
+        request = Stream(lines, chunks, metadata, self._on_deferred is not None, client)
         # lupa mixes up Python objects if Lua collects garbage while they come and go, so it collects between requests.
         self._collect(b"stop")
         self._on_request(request)
@@ -128,6 +133,7 @@ class Filter:
             refusal=None if rejection is None else (int(rejection[0][b":status"]), rejection[1]),
             answer=b"".join(response.chunks) if b"response_value" in metadata.values else None,
             answer_headers=response.listed(),
+            trusted_by=_text(metadata.values.get(b"trusted_by")),
         )
 
 

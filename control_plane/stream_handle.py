@@ -14,12 +14,12 @@ from control_plane.render.filter import FILTER_NAME
 class Metadata:
     """Dynamic metadata of one stream, under the filter's namespace."""
 
-    def __init__(self, to_table: Callable[[dict[bytes, Any]], Any]) -> None:
+    def __init__(self, to_table: Callable[[Any], Any]) -> None:
         self.values: dict[bytes, Any] = {}
-        self._to_table = to_table
+        self.to_table = to_table
 
     def get(self, namespace: bytes) -> Any:
-        return self._to_table(self.values) if namespace == FILTER_NAME.encode() and self.values else None
+        return self.to_table(self.values) if namespace == FILTER_NAME.encode() and self.values else None
 
     def set(self, namespace: bytes, key: bytes, value: Any) -> None:
         if namespace == FILTER_NAME.encode():
@@ -98,12 +98,45 @@ class RouteMetadata:
         return self.deferred if key == b"deferred" else None
 
 
+@dataclass(frozen=True)
+class Client:
+    """Who sends a request: the connection's address with its port, and the names in a verified certificate."""
+
+    address: str = "127.0.0.1:1"
+    identities: tuple[str, ...] = ()
+
+
+LOCAL_CLIENT = Client()
+
+
+@dataclass
+class Certificate:
+    names: tuple[str, ...]
+    to_table: Callable[[list[bytes]], Any]
+
+    def peerCertificateValidated(self) -> bool:
+        return True
+
+    def uriSanPeerCertificate(self) -> Any:
+        return self.to_table([name.encode() for name in self.names if ":" in name])
+
+    def dnsSansPeerCertificate(self) -> Any:
+        return self.to_table([name.encode() for name in self.names if ":" not in name])
+
+
 @dataclass
 class StreamInfo:
     metadata: Metadata
+    client: Client
 
     def dynamicMetadata(self) -> Metadata:
         return self.metadata
+
+    def downstreamDirectRemoteAddress(self) -> bytes:
+        return self.client.address.encode()
+
+    def downstreamSslConnection(self) -> Certificate | None:
+        return Certificate(self.client.identities, self.metadata.to_table) if self.client.identities else None
 
 
 @dataclass
@@ -114,6 +147,7 @@ class Stream:
     received: Sequence[bytes]
     dynamic: Metadata
     deferred: bool = False
+    client: Client = LOCAL_CLIENT
     response: tuple[dict[bytes, bytes], bytes] | None = None
     chunks: list[bytes] = field(init=False)
 
@@ -127,7 +161,7 @@ class Stream:
         return Headers(self.lines)
 
     def streamInfo(self) -> StreamInfo:
-        return StreamInfo(self.dynamic)
+        return StreamInfo(self.dynamic, self.client)
 
     def metadata(self) -> RouteMetadata:
         return RouteMetadata(self.deferred)

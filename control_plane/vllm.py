@@ -36,5 +36,15 @@ RESPONSE_ROUTES = frozenset({"/v1/messages/render"})
 READS_HEADER = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 """Routes on which vLLM reads the header itself, so that a second reader could only disagree with it."""
 
+READS_HEADER_ONLY = frozenset({"/v1/messages"})
+"""Those of them that read no priority from the body."""
+
+# Routes outside the scale-out API that read a priority from the body, and not from the header.
+BODY_ROUTES = (
+    "/v1/chat/completions/batch", "/generative_scoring",
+    "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
+    "/v2/embed", "/v1/systemone",
+)  # fmt: skip
+
 REJECTS_MEMBER = frozenset({"/v1/decisions"})
 """Routes on which a body that has a `priority` gets a 400 (vLLM 0.33)."""

@@ -1,9 +1,10 @@
 -- The main filter: what happens to a request, step by step.
 --
 -- A request that names a priority, on a route that does not read the header, has its body edited. On a route whose
--- response alone can carry the priority, the response is edited. Everything else passes at once, untouched.
+-- response alone can carry the priority, the response is edited. Where the policy says so, a header that vLLM reads
+-- itself is written anew, and a priority in the body is checked. Everything else passes at once, untouched.
 
-local settings, json_edit, priority, body, report, rejection, response, memory = ...
+local settings, json_edit, priority, body_rule, body, report, rejection, response, memory, trust = ...
 
 local find, tonumber = string.find, tonumber
 local note, report_of, tell = report.note, report.of, report.tell
@@ -22,8 +23,21 @@ local MAX_PATCHED = 1048576
 -- find its connection reset instead of a response.
 local MAX_DRAINED = 67108864
 
-local read, default = priority.reader(settings)
 local route_of = priority.router(settings)
+
+-- Whether the policy decides what a body may say. Then what cannot be read is rejected.
+local ENFORCES = settings.body ~= "accept" or settings.trust ~= nil
+local REJECTIONS = ENFORCES and rejection.OF_UNREAD_BODY or rejection.OF_BODY
+
+local RULES, OF_TENANT = body_rule.of(settings), {}
+for tenant, own in pairs(settings.tenants or {}) do
+  for _, shared in ipairs({ "header", "negate", "body", "reject_untrusted" }) do
+    own[shared] = settings[shared]
+  end
+  OF_TENANT[tenant] = body_rule.of(own)
+end
+
+local trusted_by = settings.trust and trust.rule(settings.trust)
 
 -- The header's one value, or nil where its lines differ. Envoy joins lines with commas.
 local function header_value(headers, raw)
@@ -41,19 +55,31 @@ end
 
 -- The rejection of a body, or nil where it passes.
 local function rejection_of(why, verdict)
-  if why.status and not (why.unmovable and (verdict == default or not settings.reject_unmovable)) then
+  if why.status and not (why.unmovable and (verdict.source == "default" or not settings.reject_unmovable)) then
     return why
   end
+end
+
+-- What is reported of a body that was edited: an outcome, and the verdict that was applied, if any.
+local function result(outcome, verdict, last)
+  if outcome == "replaced" and verdict.clamps then
+    return outcome, { text = last, source = "body", note = "; clamped" }
+  elseif outcome ~= "inserted" and outcome ~= "replaced" then
+    return verdict.left or outcome, nil
+  elseif not verdict.text then
+    return verdict.ignored_as, nil
+  end
+  return outcome, verdict
 end
 
 -- Reports what became of the body that the editor has seen. Returns the rejection, if any, and the outcome.
 local function finish(handle, editor, size, verdict)
   local outcome, failure = json_edit.finish(editor)
   if outcome then
-    tell(handle, outcome, outcome ~= "kept" and verdict or nil)
+    tell(handle, result(outcome, verdict, editor.last))
     return nil, outcome
   end
-  local why = rejection.OF_BODY[size == 0 and "empty" or failure]
+  local why = REJECTIONS[size == 0 and "empty" or failure]
   tell(handle, why.outcome, nil)
   return rejection_of(why, verdict), nil
 end
@@ -70,7 +96,7 @@ local function edit_held(handle, length, verdict)
     tell(handle, rejection.TOO_LARGE.outcome, nil)
     return respond(handle, rejection.TOO_LARGE)
   end
-  local editor = json_edit.new(MEMBER, verdict.text, size, verdict == default, false)
+  local editor = json_edit.new(MEMBER, verdict.text, verdict.replace, size, false)
   local new = size > 0 and body.edit(editor, held, size) or nil
   local why, outcome = finish(handle, editor, size, verdict)
   if why then
@@ -93,11 +119,16 @@ local function tell_deferred(handle, key, value)
   handle:streamInfo():dynamicMetadata():set(NAMESPACE, key, value)
 end
 
+local function reject_deferred(handle, why)
+  tell_deferred(handle, "rejected_status", why.status)
+  tell_deferred(handle, "rejected_body", rejection.body(why))
+end
+
 -- Edits the chunks of a body while they pass to the deferred filter, which holds them until the body is complete. Of a
 -- body that is rejected, by `why` or by what is found in it, nothing passes; the deferred filter responds at its end.
 local function edit_passing(handle, length, verdict, why)
   tell_deferred(handle, "deferred", length and "length" or "chunked")
-  local editor = verdict and json_edit.new(MEMBER, verdict.text, length, verdict == default, false)
+  local editor = verdict and json_edit.new(MEMBER, verdict.text, verdict.replace, length, false)
   local passed, held, memory_limit = 0, {}, handle:metadata():get("held_memory")
   memory_limit = tonumber(memory_limit) -- Envoy Gateway's validator returns a text for every key
   for chunk in handle:bodyChunks() do
@@ -111,7 +142,7 @@ local function edit_passing(handle, length, verdict, why)
     if not why and size > 0 then
       local new = body.edit(editor, chunk, size)
       local failure = json_edit.failure(editor)
-      why = failure and rejection_of(rejection.OF_BODY[failure], verdict)
+      why = failure and rejection_of(REJECTIONS[failure], verdict)
       if new and not why then
         chunk:setBytes(new)
       end
@@ -122,11 +153,12 @@ local function edit_passing(handle, length, verdict, why)
   end
   if why then
     tell(handle, why.outcome, nil)
-    tell_deferred(handle, "rejected_status", why.status)
-    tell_deferred(handle, "rejected_body", rejection.body(why))
-    return
+    return reject_deferred(handle, why)
   end
-  finish(handle, editor, passed, verdict)
+  why = finish(handle, editor, passed, verdict)
+  if why then
+    return reject_deferred(handle, why)
+  end
   local patches = passed <= MAX_PATCHED and json_edit.patches(editor)
   if patches then
     tell_deferred(handle, "patches", body.write_patches(patches))
@@ -162,13 +194,14 @@ local function edit_request(handle, headers, verdict)
   if MAX_BODY and length and length > MAX_BODY then
     return reject(handle, headers, rejection.TOO_LARGE)
   end
-  if verdict ~= default and not settings.keep_header then
+  if verdict.source ~= "default" and not settings.keep_header then
     headers:remove(HEADER)
   end
   if length and length <= HELD_HERE then
     return edit_held(handle, length, verdict)
   end
-  note(handle, report_of("pending", verdict)) -- for a response of Envoy's own to a body that it cannot hold
+  -- For a response of Envoy's own to a body that it cannot hold.
+  note(handle, report_of("pending", verdict.text and verdict))
   if has_deferred_filter(handle) then
     return edit_passing(handle, length, verdict)
   end
@@ -179,10 +212,32 @@ end
 local function unmovable(headers, content_type)
   local encoding = headers:get("content-encoding")
   if encoding and encoding ~= "identity" then
-    return rejection.OF_BODY.encoding
+    return REJECTIONS.encoding
   elseif not priority.is_json(content_type) or headers:get("upgrade") then
-    return rejection.OF_BODY.media_type -- what follows an upgrade is not a body, and has no end to wait for
+    return REJECTIONS.media_type -- what follows an upgrade is not a body, and has no end to wait for
   end
+end
+
+-- Who the client is: whether it may name a priority, and the rules of its tenant. A client that may not name a priority
+-- may not name its tenant either.
+local function client_of(handle, headers)
+  if trusted_by then
+    local stream = handle:streamInfo()
+    local forwarded, connection = headers:get("x-forwarded-for"), stream:downstreamSslConnection()
+    local by = trusted_by(stream:downstreamDirectRemoteAddress(), forwarded, connection)
+    stream:dynamicMetadata():set(NAMESPACE, "trusted_by", by or "nothing")
+    if not by then
+      return RULES, false
+    end
+  end
+  local tenant = settings.tenant_header and headers:get(settings.tenant_header)
+  return tenant and OF_TENANT[tenant] or RULES, true
+end
+
+-- Where vLLM reads the header itself, it is written as a plain integer.
+local function set_header(handle, headers, verdict)
+  headers:replace(HEADER, verdict.text)
+  tell(handle, "header_set", verdict)
 end
 
 function envoy_on_request(handle)
@@ -200,20 +255,39 @@ function envoy_on_request(handle)
     return reject(handle, headers, rejection.CONTROL_CHARACTER)
   end
 
-  local raw = headers:get(HEADER)
-  local verdict = default
-  if raw then
+  local vllm_reads_header = kind == "ordinary" or kind == "header"
+  local rules, trusted = client_of(handle, headers)
+  local raw, verdict = headers:get(HEADER), rules.by_policy
+  if not trusted then
+    if raw and settings.reject_untrusted then
+      return reject(handle, headers, rejection.UNTRUSTED)
+    end
+    headers:remove(HEADER)
+    verdict = raw and rules.dropped or rules.untrusted
+  elseif raw then
     local value = header_value(headers, raw)
-    verdict = value and read(value) or rejection.AMBIGUOUS_HEADER
-    if not verdict.text and settings.reject_invalid then
-      return reject(handle, headers, verdict)
+    local named = value and rules.read(value) or rejection.AMBIGUOUS_HEADER
+    if named.text and vllm_reads_header then
+      return set_header(handle, headers, named)
+    elseif named.text then
+      verdict = named
+    elseif settings.reject_invalid then
+      return reject(handle, headers, named)
+    else
+      if vllm_reads_header then
+        headers:remove(HEADER) -- vLLM reads some integers that are rejected here
+      end
+      if settings.body == "accept" then
+        return tell(handle, named.outcome, nil)
+      end
     end
   end
-  if not verdict or not verdict.text then
-    return tell(handle, verdict and verdict.outcome or "absent", nil)
-  end
 
-  if kind == "response" then
+  if not verdict or (not verdict.text and (kind == "header" or kind == "response")) then
+    return tell(handle, verdict and verdict.left or "absent", nil)
+  elseif kind == "header" then
+    return set_header(handle, headers, verdict)
+  elseif kind == "response" then
     response.expect(handle, verdict)
     if raw and not settings.keep_header then
       headers:remove(HEADER)

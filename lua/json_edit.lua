@@ -33,23 +33,25 @@ local BYTE_ORDER_MARK, CLOSE_OBJECT, OPEN_OBJECT = "\239\187\191", 125, 123
 
 -- A new editor.
 --   name     the member: ASCII letters and digits
---   text     its value: a decimal integer
+--   text     the value of a missing member, a decimal integer; nil: none is inserted
+--   replace  a function of an old value's text. It returns the new text; nil where the old one stays; or nil and a
+--            failure where the text is not to be edited. Without a function, every old value stays
 --   length   bytes of the whole text, where they are known, else nil
---   keep     true: a member that is there stays, and only a missing one is inserted
 --   in_list  true: the objects of a top-level list are edited too, each for itself
-function json_edit.new(name, text, length, keep, in_list)
+function json_edit.new(name, text, replace, length, in_list)
   return {
     name = name,
     text = text,
+    replace = replace,
     length = length,
-    keep = keep,
     scanner = json_scan.new(name, in_list),
     skipped = length and length >= MIN_LAZY and length <= MAX_LAZY and {} or nil, -- lazy mode: the pieces so far
     tail = "", -- lazy mode: the last bytes of what was skipped
     received = 0, -- bytes taken
     written = 0, -- bytes given
     value = nil, -- the bytes of an old value whose end has not come yet: they are held back
-    outcome = nil, -- "inserted" or "replaced"
+    outcome = nil, -- "inserted", "replaced" or "absent"
+    last = nil, -- the text that has replaced the last old value
     failed = nil, -- see finish()
     undo = nil, -- patches that take back what was changed
     undo_bytes = 0, -- of the old values in them
@@ -63,7 +65,7 @@ end
 
 -- Scans and edits one piece. Returns the bytes to pass on in its place, or nil where it passes as it is.
 local function edit(editor, s)
-  local scanner, keep = editor.scanner, editor.keep
+  local scanner, replacement = editor.scanner, editor.replace
   local out, size, from = {}, 0, 1 -- what was written, its bytes, and the first byte of the piece not yet written
   local undo, outcome, failed = {}, editor.outcome, nil
   local held = editor.value or "" -- what came of an old value in earlier pieces
@@ -80,25 +82,33 @@ local function edit(editor, s)
   local event, at, i = next_event(scanner, s, 1)
   while event do
     if event == "object_end" then
-      if scanner.found == 0 then
+      if scanner.found == 0 and editor.text then
         replace(at, at, "", member(editor))
         outcome = "inserted"
       end
-    elseif event == "value" and not keep then
+    elseif event == "value" and replacement then
       start = at
       if scanner.found > MAX_FOUND then
         failed = "too_many"
         break
       end
-    elseif event == "value_end" and not keep then
+    elseif event == "value_end" and replacement then
       local old = held .. sub(s, start, at - 1)
       local kind = #old <= MAX_VALUE and classify(old) or "unclear"
       if kind ~= "value" then
         failed = kind
         break
       end
-      replace(start, at, old, editor.text)
-      outcome = outcome or "replaced"
+      local new, refused = replacement(old)
+      if refused then
+        failed = refused
+        break
+      end
+      if new then
+        outcome = outcome or "replaced"
+        editor.last = new
+      end
+      replace(start, at, old, new or old)
       held, start = "", nil
     end
     event, at, i = next_event(scanner, s, i)
@@ -167,9 +177,9 @@ local function insert_unscanned(editor, s)
     return nil
   end
   editor.scanner.empty = before == OPEN_OBJECT
-  editor.outcome, editor.skipped = "inserted", nil
+  editor.outcome, editor.skipped = editor.text and "inserted" or "absent", nil
   editor.complete = true
-  return sub(s, 1, close - 1) .. member(editor) .. sub(s, close)
+  return editor.text and sub(s, 1, close - 1) .. member(editor) .. sub(s, close)
 end
 
 -- Scans what lazy mode has skipped. No value of the member is in it, but its object may end there.
@@ -178,7 +188,7 @@ local function scan_skipped(editor)
   for _, piece in ipairs(editor.skipped) do
     local event, at, i = next_event(editor.scanner, piece, 1)
     while event do
-      if event == "object_end" and editor.scanner.found == 0 then
+      if event == "object_end" and editor.scanner.found == 0 and editor.text then
         editor.late = { at = offset + at - 1, size = 0, text = member(editor) }
         editor.outcome = "inserted"
       end
@@ -198,7 +208,7 @@ local function feed(editor, s)
         return nil
       end
       local new = insert_unscanned(editor, s)
-      if new then
+      if editor.complete then
         return new
       end
     end
@@ -223,8 +233,9 @@ function json_edit.failure(editor)
   return editor.failed
 end
 
--- Ends the text. Returns its outcome: "inserted", "replaced" or "kept" (a member was there and was to stay), or nil and
--- the reason why it is not edited:
+-- Ends the text. Returns its outcome: "inserted", "replaced", "kept" (a member was there and was to stay) or "absent"
+-- (none was there, and none was to be inserted), or nil and the reason why it is not edited. That is what the replacing
+-- function has returned as a failure, or:
 --
 --   "malformed"   it is not JSON
 --   "not_object"  it is neither an object nor, with `in_list`, a list of objects
@@ -242,7 +253,12 @@ function json_edit.finish(editor)
   if editor.failed then
     return nil, editor.failed
   end
-  return editor.outcome or (editor.scanner.found > 0 and "kept") or nil, "not_object"
+  if editor.scanner.found > 0 then
+    return editor.outcome or "kept"
+  elseif editor.text then
+    return editor.outcome, "not_object"
+  end
+  return "absent"
 end
 
 -- After finish(): what is left to splice into the bytes that were given, in order. Each patch is a table of `at`, an

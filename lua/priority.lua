@@ -65,7 +65,8 @@ local function canonical(text)
   return (sign == "-" and digits ~= "0") and "-" .. digits or digits
 end
 
-local function negated(text)
+-- The decimal with the other sign.
+function priority.negated(text)
   if text == "0" then
     return text
   end
@@ -85,6 +86,7 @@ end
 -- An error in vLLM's own shape (vllm/entrypoints/serve/engine/protocol.py, ErrorResponse).
 local TYPES = {
   [400] = "Bad Request",
+  [403] = "Forbidden",
   [413] = "Payload Too Large",
   [415] = "Unsupported Media Type",
   [503] = "Service Unavailable",
@@ -105,6 +107,7 @@ end
 --   text     the priority to write, or nil where the value is rejected
 --   source   "header", "class" or "default"
 --   note     what the report adds: "; clamped", or ""
+--   replace  gives the text for a value in the body; the default has none, and leaves what is there
 --   outcome  why the value is rejected: "invalid" or "out_of_range"
 --   message  the same, for a person
 --   status   the status to reject it with
@@ -128,9 +131,12 @@ function priority.reader(settings)
 
   local function accepted(text, source, note)
     if settings.negate then
-      text = negated(text)
+      text = priority.negated(text)
     end
-    return { text = text, source = source, note = note }
+    local replace = source ~= "default" and function()
+      return text
+    end or nil
+    return { text = text, source = source, note = note, replace = replace }
   end
 
   local read = memoized(function(raw)

@@ -11,9 +11,9 @@ local HEADER, MAX_BODY = settings.header, settings.max_body_bytes
 -- Why a body is not edited: what that is called, and the rejection, if any. One with `unmovable` is a matter of the
 -- policy's on_unmovable, and only of a priority that the client has sent.
 rejection.OF_BODY = {
-  malformed = { outcome = "malformed_json" },
-  not_object = { outcome = "not_an_object" },
-  empty = { outcome = "empty_body" },
+  malformed = { outcome = "malformed_json", why = "is not valid JSON" },
+  not_object = { outcome = "not_an_object", why = "is not a JSON object" },
+  empty = { outcome = "empty_body", why = "is empty" },
   media_type = {
     outcome = "unsupported_media_type",
     status = 415,
@@ -43,6 +43,30 @@ rejection.OF_BODY = {
     message = "the priority in the body is longer than 4096 bytes or not a value for every JSON reader. Use an integer",
   },
 }
+
+-- What the policy's `body` and `trust` reject.
+local function of_value(outcome, status, message)
+  return { outcome = outcome, status = status, message = message }
+end
+
+local INTEGER = "the priority in the body %s. Use an integer within the policy's range, or send the header " .. HEADER
+rejection.OF_BODY.not_integer = of_value("invalid", 400, format(INTEGER, "is not a plain integer"))
+rejection.OF_BODY.out_of_range = of_value("out_of_range", 400, format(INTEGER, "is out of range"))
+rejection.OF_BODY.not_allowed =
+  of_value("not_allowed", 400, "the policy takes no priority from the body. Send the header " .. HEADER)
+rejection.UNTRUSTED = of_value("untrusted", 403, HEADER .. ": the policy does not let this client set a priority")
+rejection.OF_BODY.untrusted = rejection.UNTRUSTED
+
+-- Where the policy decides what the body may say, a body that cannot be read for certain is rejected too: vLLM reads
+-- more than this filter does, UTF-16 for one.
+rejection.OF_UNREAD_BODY = {}
+for failure, why in pairs(rejection.OF_BODY) do
+  rejection.OF_UNREAD_BODY[failure] = {
+    outcome = why.outcome,
+    status = why.status or 400,
+    message = why.message or format("the body %s, so that its priority cannot be checked. Send a JSON object", why.why),
+  }
+end
 
 if MAX_BODY then
   rejection.TOO_LARGE = {

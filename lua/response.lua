@@ -31,7 +31,9 @@ local function edit(handle, headers, metadata)
     return report.tell(handle, outcome, nil)
   end
   headers:remove("content-length")
-  local editor = json_edit.new("priority", verdict.text, nil, false, true)
+  local editor = json_edit.new("priority", verdict.text, function()
+    return verdict.text
+  end, nil, true)
   for chunk in handle:bodyChunks() do
     local size = chunk:length()
     if size > 0 then

@@ -7,14 +7,17 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints, model_validator
 
+from control_plane.policy.fields import ClassName, HeaderName, Int64, PolicyModel, PolicyName, Range, RoutePath
+from control_plane.policy.trust import Tenant, Tenants, Trust, check_trust
 from control_plane.vllm import (
+    BODY_ROUTES,
     ENGINE_ROUTES,
-    INT64_MAX,
     INT64_MIN,
     PRIORITY_HEADER,
     READS_HEADER,
+    READS_HEADER_ONLY,
     REJECTS_MEMBER,
     RENDER_ROUTES,
     RESPONSE_ROUTES,
@@ -29,45 +32,11 @@ RESERVED_HEADERS = frozenset(
     }
 )  # fmt: skip
 
-Int64 = Annotated[int, Field(strict=True, ge=INT64_MIN, le=INT64_MAX)]
-
-HeaderName = Annotated[
-    str,
-    BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value),
-    StringConstraints(pattern=r"^[a-z0-9!#$%&'*+.^_`|~-]+$", max_length=128),
-]
-
-# A class name must never be mistaken for a number, so it starts with a letter.
-ClassName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9._-]{0,62}$")]
-
-RoutePath = Annotated[str, StringConstraints(pattern=r"^/[^?#%\s]*$", max_length=1024)]
-
-PolicyName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
-
-
-class _Model(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-
-class Range(_Model):
-    """Priorities that are let through, bounds included; null is no bound."""
-
-    min: Int64 | None = Field(default=None, description="Smallest priority that is let through.")
-    max: Int64 | None = Field(default=None, description="Largest priority that is let through.")
-    outside: Literal["reject", "clamp"] = Field(
-        default="reject", description="reject: 400 (or as on_invalid says); clamp: the nearest bound is used."
-    )
-
-    def contains(self, value: int) -> bool:
-        """Whether `value` lies within the bounds."""
-        return (self.min is None or value >= self.min) and (self.max is None or value <= self.max)
-
-
 # Tuples are written as YAML lists, which strict mode would refuse.
 _Paths = Annotated[tuple[RoutePath, ...], Field(strict=False)]
 
 
-class Routes(_Model):
+class Routes(PolicyModel):
     """The POST routes that are edited, by role; `extra` is added to both."""
 
     render: Literal["default"] | _Paths = Field(default="default", description="Routes on render servers.")
@@ -95,7 +64,7 @@ class Routes(_Model):
         return dict(zip(self.with_root(paths), kinds * 2, strict=False))
 
 
-class Limits(_Model):
+class Limits(PolicyModel):
     """Limits of the sidecar's own."""
 
     max_body_bytes: Annotated[int, Field(strict=True, ge=1, le=2**52)] | None = Field(
@@ -105,7 +74,7 @@ class Limits(_Model):
     )
 
 
-class Policy(_Model):
+class Policy(PolicyModel):
     """What the sidecar does with a priority."""
 
     header: HeaderName = Field(
@@ -133,6 +102,19 @@ class Policy(_Model):
     classes: Mapping[ClassName, Int64] = Field(
         default={}, description="Names that the header may carry instead of a number."
     )
+    body: Literal["accept", "clamp", "ignore", "reject"] = Field(
+        default="accept",
+        description="What a priority in the body is worth if no header names one. accept: vLLM gets it as it is; "
+        "clamp: it is moved into the range; ignore: the default replaces it, or 0; reject: 400. With clamp, ignore and "
+        "reject, a body that the sidecar cannot read is rejected.",
+    )
+    ordinary: Literal["pass", "enforce"] = Field(
+        default="pass",
+        description="Routes that are not edited otherwise, such as /v1/chat/completions. enforce: the whole policy "
+        "holds there, too. Where vLLM reads the header, it gets a plain integer within the range.",
+    )
+    trust: Trust | None = Field(default=None, description="Who may name a priority. null: everyone.")
+    tenants: Tenants | None = Field(default=None, description="Range, classes and default by tenant.")
     routes: Routes = Field(default=Routes(), description="The routes that are edited.")
     limits: Limits = Field(default=Limits(), description="Bounds of the sidecar's own.")
 
@@ -154,23 +136,14 @@ class Policy(_Model):
             raise ValueError(f"range.min: {bounds.min} is above range.max {bounds.max}; allowed: min <= max")
         if bounds.outside == "clamp" and bounds.min is None and bounds.max is None:
             raise ValueError("range.outside: clamp needs range.min or range.max to clamp to")
-        for key, name in (("header", self.header), ("report_header", self.report_header)):
+        named = [("header", self.header), ("report_header", self.report_header)]
+        for key, name in [*named, *([("tenants.header", self.tenants.header)] if self.tenants else [])]:
             if name in RESERVED_HEADERS or (name or "").startswith("x-envoy-"):
                 raise ValueError(f"{key}: {name!r} has a meaning in HTTP or Envoy; allowed: a name of its own")
         if self.header == self.report_header:
             raise ValueError(f"report_header: {self.header!r} is the request header; allowed: another name, or null")
-        for name, value in self.classes.items():
-            if not bounds.contains(value):
-                raise ValueError(f"classes.{name}: {value} is outside range; allowed: a value within range")
-            self._check_negatable(f"classes.{name}", value)
-        if isinstance(self.default, str) and self.default not in self.classes:
-            known = ", ".join(self.classes) or "none are defined"
-            raise ValueError(f"default: {self.default!r} is no class; allowed: an integer, or a class ({known})")
-        default = self.default_value
-        if default is not None:
-            if not bounds.contains(default):
-                raise ValueError(f"default: {default} is outside range; allowed: a value within range")
-            self._check_negatable("default", default)
+        self._check_values()
+        self._check_rules()
         for path in self.routes.extra:
             for known in sorted(RESPONSE_ROUTES | READS_HEADER | REJECTS_MEMBER):
                 if path != known and path.endswith(known):
@@ -192,12 +165,82 @@ class Policy(_Model):
                 raise ValueError(f"{where}: vLLM answers 400 to a priority on {path}; allowed: routes that take it")
         return self
 
+    def _check_values(self) -> None:
+        """Refuse classes and a default that the range does not let through."""
+        bounds = self.range
+        for name, value in self.classes.items():
+            if not bounds.contains(value):
+                raise ValueError(f"classes.{name}: {value} is outside range; allowed: a value within range")
+            self._check_negatable(f"classes.{name}", value)
+        if isinstance(self.default, str) and self.default not in self.classes:
+            known = ", ".join(self.classes) or "none are defined"
+            raise ValueError(f"default: {self.default!r} is no class; allowed: an integer, or a class ({known})")
+        default = self.default_value
+        if default is not None:
+            if not bounds.contains(default):
+                raise ValueError(f"default: {default} is outside range; allowed: a value within range")
+            self._check_negatable("default", default)
+
+    def kinds(self, role: Role) -> dict[str, str]:
+        """Every percent-decoded path on which the policy holds, and what is edited there.
+
+        "request" or "response"; or on a route that reads the header itself "ordinary" (header or body) or "header".
+        """
+        kinds = self.routes.kinds(role)
+        if self.ordinary == "enforce":
+            read = {path: "header" if path in READS_HEADER_ONLY else "ordinary" for path in sorted(READS_HEADER)}
+            for path, kind in {**dict.fromkeys(BODY_ROUTES, "request"), **read}.items():
+                for known in self.routes.with_root([path]):
+                    kinds.setdefault(known, kind)
+        return kinds
+
+    def of_tenant(self, name: str) -> "Policy":
+        """The policy with a tenant's own values in place of its own."""
+        tenant = self.tenants.rules[name] if self.tenants else Tenant()
+        own = {key: getattr(tenant, key) for key in tenant.model_fields_set}
+        return self.model_copy(
+            update={key: value for key, value in own.items() if key == "default" or value is not None}
+        )
+
+    @property
+    def open_routes(self) -> str | None:
+        """What a client can still do around this policy's rules, for a person; None where there is nothing."""
+        if self.ordinary == "enforce" or (self.trust is None and self.body == "accept" and self.tenants is None):
+            return None
+        return (
+            "trust, body and tenants hold only on the routes that are edited. On vLLM's other routes, any client can "
+            "still set any priority. Set ordinary: enforce to close them"
+        )
+
+    def _check_rules(self) -> None:
+        """Refuse contradictions in `body`, `ordinary`, `trust` and `tenants`."""
+        trust, tenants = self.trust, self.tenants
+        own = [tenant.range for tenant in tenants.rules.values() if tenant.range] if tenants else []
+        if self.body == "clamp" and all(bounds.min is None and bounds.max is None for bounds in [self.range, *own]):
+            raise ValueError("body: clamp needs range.min or range.max to clamp to")
+        if self.engine == "sglang":
+            if self.ordinary == "enforce":
+                raise ValueError("ordinary: 'enforce' is for vLLM, whose routes read the header. Use pass with sglang")
+            if self.default is None and (self.body == "ignore" or (trust and trust.otherwise == "drop")):
+                raise ValueError("default: with sglang, a priority that is ignored needs another value. Set a default")
+        if trust:
+            check_trust(trust)
+        if tenants:
+            for key, name in (("header", self.header), ("report_header", self.report_header)):
+                if tenants.header == name:
+                    raise ValueError(f"tenants.header: '{name}' is the policy's {key}. Use another name")
+            for name in tenants.rules:
+                try:
+                    self.of_tenant(name)._check_values()
+                except ValueError as error:
+                    raise ValueError(f"tenants.rules.{name}.{error}") from None
+
     def _check_negatable(self, key: str, value: int) -> None:
         if self.engine == "sglang" and value == INT64_MIN:
             raise ValueError(f"{key}: {value} cannot be negated for sglang; allowed: {INT64_MIN + 1} and up")
 
 
-class NamedPolicy(_Model):
+class NamedPolicy(PolicyModel):
     """A policy for the sidecars whose labels match; its keys replace those of the file's top level."""
 
     name: PolicyName
@@ -205,7 +248,7 @@ class NamedPolicy(_Model):
     policy: Policy
 
 
-class Policies(_Model):
+class Policies(PolicyModel):
     """A policy file: the default policy and the named ones, tried in order."""
 
     default: Policy = Policy()

@@ -20,6 +20,11 @@ def envoy_gateway(policy: Policy, placement: Placement) -> list[Resource]:
     The upstream is a Service: NAME, NAME.NAMESPACE, or its whole DNS name. BadInput where it is none, and where
     the policy leaves the role no path.
     """
+    if policy.ordinary == "enforce":
+        raise BadInput(
+            "ordinary: 'enforce' needs every route of vLLM, and this target's HTTPRoute has only the edited ones. "
+            "Use pass here, and enforce in a sidecar next to vLLM"
+        )
     namespace, _, gateway = placement.attachment.gateway.rpartition("/")
     placed = render_template(
         "envoy_gateway",

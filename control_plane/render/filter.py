@@ -1,9 +1,11 @@
 """The two Lua filters: what they read of a policy, their scripts, and how Envoy is given them."""
 
 from dataclasses import dataclass
+from ipaddress import ip_network
 from typing import Literal, Self
 
 from control_plane.policy.model import Policy
+from control_plane.policy.trust import Trust, identity_pattern
 from control_plane.render.lua_bundle import Setting, bundle
 from control_plane.render.templates import Resource, render_template
 from control_plane.vllm import Role
@@ -19,6 +21,7 @@ OUTCOMES = (
     "invalid", "out_of_range", "ambiguous", "invalid_path", "too_large",
     "unsupported_media_type", "unsupported_charset", "unsupported_encoding",
     "malformed_json", "not_an_object", "empty_body", "upstream_error", "overloaded",
+    "header_set", "ignored", "not_allowed", "untrusted",
 )  # fmt: skip
 """What can become of a priority. Each has a counter."""
 
@@ -44,7 +47,6 @@ Place = ManagedEnvoy | Literal["mesh", "waypoint"]
 
 def filter_settings(policy: Policy, role: Role, place: Place) -> dict[str, Setting]:
     """What the main filter's Lua reads of a policy. Priorities are texts: Lua's numbers cannot hold every int64."""
-    default = policy.default_value
     renamed = isinstance(place, ManagedEnvoy) and place.report_header != (policy.report_header or "")
     return {
         "header": policy.header,
@@ -53,16 +55,40 @@ def filter_settings(policy: Policy, role: Role, place: Place) -> dict[str, Setti
         "reject_invalid": policy.on_invalid == "reject",
         "reject_unmovable": policy.on_unmovable == "reject",
         "negate": policy.engine == "sglang",
+        **_own_settings(policy),
+        "routes": policy.kinds(role),
+        "body": policy.body,
+        "trust": trust_settings(policy.trust) if policy.trust else None,
+        "reject_untrusted": policy.trust is not None and policy.trust.otherwise == "reject",
+        "tenant_header": policy.tenants.header if policy.tenants else None,
+        "tenants": {
+            name: _own_settings(policy.of_tenant(name)) for name in (policy.tenants.rules if policy.tenants else ())
+        },
+        "max_body_bytes": policy.limits.max_body_bytes,
+        "deferred": place == "mesh",
+        "routes_report": place.report_header if isinstance(place, ManagedEnvoy) and renamed else None,
+        "count_by_cluster": isinstance(place, ManagedEnvoy),
+    }
+
+
+def _own_settings(policy: Policy) -> dict[str, Setting]:
+    """The part of the settings that a tenant has its own of."""
+    default = policy.default_value
+    return {
         "default": None if default is None else str(default),
         "min": None if policy.range.min is None else str(policy.range.min),
         "max": None if policy.range.max is None else str(policy.range.max),
         "clamp": policy.range.outside == "clamp",
         "classes": {name: str(value) for name, value in policy.classes.items()},
-        "routes": policy.routes.kinds(role),
-        "max_body_bytes": policy.limits.max_body_bytes,
-        "deferred": place == "mesh",
-        "routes_report": place.report_header if isinstance(place, ManagedEnvoy) and renamed else None,
-        "count_by_cluster": isinstance(place, ManagedEnvoy),
+    }
+
+
+def trust_settings(trust: Trust) -> dict[str, Setting]:
+    """What lua/trust.lua reads."""
+    return {
+        "peers": tuple(str(ip_network(text)) for text in trust.peers) or None,
+        "forwarded_by": tuple(str(ip_network(text)) for text in trust.forwarded_by) or None,
+        "identities": tuple(map(identity_pattern, trust.identities)) or None,
     }
 
 
@@ -81,13 +107,13 @@ def filter_script(policy: Policy, role: Role, place: Place) -> str:
     """The main filter's script. It sees responses where nothing else can: alone, and where the report is renamed."""
     settings = filter_settings(policy, role, place)
     sees_responses = place == "waypoint" or settings["routes_report"] is not None
-    return bundle(settings, sees_responses=sees_responses, comments=not isinstance(place, ManagedEnvoy))
+    return bundle(settings, sees_responses=sees_responses, comments=place == "mesh")
 
 
 def deferred_script(policy: Policy, place: Place) -> str:
     """The deferred filter's script."""
     settings = deferred_settings(policy, place)
-    return bundle(settings, "deferred", sees_responses=True, comments=not isinstance(place, ManagedEnvoy))
+    return bundle(settings, "deferred", sees_responses=True, comments=place == "mesh")
 
 
 def filter_config(policy: Policy, role: Role, place: Place) -> Resource:

@@ -36,6 +36,10 @@ def istio(policy: Policy, placement: Placement) -> list[Resource]:
     ]
 
 
+MAX_WAYPOINT_SCRIPT_BYTES = 65536
+"""The longest script in a TrafficExtension (Istio's CRD, spec.lua.inlineCode, maxLength)."""
+
+
 def istio_waypoint(policy: Policy, placement: Placement) -> list[Resource]:
     """A TrafficExtension for the waypoint of the upstream, a Service: Istio 1.30 and later, whose own API this is.
 
@@ -47,12 +51,23 @@ def istio_waypoint(policy: Policy, placement: Placement) -> list[Resource]:
         raise BadInput(
             f"--namespace: {namespace} is not where the Service is; allowed: {service['namespace']}, as for the Service"
         )
+    if policy.trust:
+        raise BadInput(
+            "trust: a waypoint does not see the client's connection, so it cannot decide whom to trust. Use the target "
+            "istio on the pods, or a policy without trust"
+        )
+    script = filter_script(policy, placement.role, "waypoint")
+    if len(script.encode()) > MAX_WAYPOINT_SCRIPT_BYTES:
+        raise BadInput(
+            f"policy: the script for a waypoint has {len(script.encode())} bytes with it, and Istio accepts "
+            f"{MAX_WAYPOINT_SCRIPT_BYTES}. Use fewer classes, tenants and routes, or the target istio on the pods"
+        )
     attachment = replace(placement.attachment, namespace=namespace)
     return [
         render_template(
             "istio_waypoint",
             metadata=object_metadata(replace(placement, attachment=attachment)),
             service=service["name"],
-            script=filter_script(policy, placement.role, "waypoint"),
+            script=script,
         )
     ]

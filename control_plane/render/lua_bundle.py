@@ -21,10 +21,23 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "body": ("json_edit",),
     "memory": (),
     "priority": (),
+    "body_rule": ("priority",),
+    "trust": (),
     "report": ("settings",),
     "rejection": ("settings", "priority"),
     "response": ("settings", "json_edit", "priority", "body", "report"),
-    "filter": ("settings", "json_edit", "priority", "body", "report", "rejection", "response", "memory"),
+    "filter": (
+        "settings",
+        "json_edit",
+        "priority",
+        "body_rule",
+        "body",
+        "report",
+        "rejection",
+        "response",
+        "memory",
+        "trust",
+    ),
     "deferred": ("body", "rejection", "report"),
     "on_response": ("response",),
 }
@@ -32,7 +45,7 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
 # Comments, indentation and empty lines. No text in the Lua files has several lines, or two dashes after a blank.
 _FOR_PEOPLE = re.compile(r"^\s*--.*\n|\s+--\s.*$|^\s+", re.MULTILINE)
 
-Setting = str | int | bool | None | Mapping[str, "Setting"]
+Setting = str | int | bool | None | Mapping[str, "Setting"] | tuple["Setting", ...]
 Script = Literal["filter", "deferred"]
 
 
@@ -51,6 +64,9 @@ def bundle(
     for name, needs in _NEEDS.items():
         if name in needed:
             head = "" if name in entries else f"local {name} = "
+            if name == "trust" and not settings.get("trust"):
+                parts.append("local trust\n")  # most policies need none
+                continue
             parts.append(f"-- lua/{name}.lua\n{head}(function(...)\n{_source(name)}end)({', '.join(needs)});\n")
     return "\n".join(parts) if comments else _FOR_PEOPLE.sub("", "\n".join(parts))
 
@@ -65,6 +81,8 @@ def lua_literal(value: Setting) -> str:
         return _quoted(value)
     if value is None:
         return "nil"
+    if isinstance(value, tuple):
+        return "{ " + ", ".join(map(lua_literal, value)) + " }"
     items = (f"[{_quoted(key)}] = {lua_literal(value[key])}" for key in sorted(value) if value[key] is not None)
     return "{ " + ", ".join(items) + " }"
 

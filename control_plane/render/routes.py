@@ -56,9 +56,10 @@ def routes(policy: Policy, held_memory: int) -> list[Resource]:
         "invert_match": True,
         "treat_missing_header_as_empty": True,
     }
+    untouched = sorted(policy.routes.with_root(READS_HEADER)) if policy.ordinary == "pass" else []
     kinds: list[tuple[Resource, Resource]] = [
         ({"prefix": "/", "headers": [not_post, single]}, without_lua),
-        *(({"path": path, "headers": [single]}, without_lua) for path in sorted(policy.routes.with_root(READS_HEADER))),
+        *(({"path": path, "headers": [single]}, without_lua) for path in untouched),
         ({"prefix": "/", "headers": [long]}, deferred),
         ({"prefix": "/", "headers": [unknown_length]}, deferred),
         *(({"path": path}, deferred) for path in sorted(policy.routes.with_root(RESPONSE_ROUTES))),

@@ -37,7 +37,7 @@ from control_plane.render.lua_bundle import bundle
 
 EDIT = """
 return function(pieces)
-  local editor = json_edit.new("priority", "5")
+  local editor = json_edit.new("priority", "5", function() return "5" end)
   for index = 1, #pieces do
     json_edit.feed(editor, pieces[index])
   end

@@ -80,6 +80,18 @@ CASES = {
     "unsupported_charset": Case(
         "unsupported_charset", headers=(priority("5"),), body="{}".encode("utf-16"), status=415
     ),
+    "header_set": Case(
+        "header_set", "5", "header", "ordinary: enforce", headers=(priority("+05"),), target="/v1/chat/completions"
+    ),
+    "ignored": Case("ignored", policy="body: ignore", body=b'{"priority":-9}'),
+    "not_allowed": Case("not_allowed", policy="body: reject", body=b'{"priority":-9}', status=400),
+    "untrusted": Case("untrusted", policy="trust: {peers: [192.0.2.0/24]}", headers=(priority("5"),)),
+    "untrusted, rejected": Case(
+        "untrusted",
+        policy="trust: {peers: [192.0.2.0/24], otherwise: reject}",
+        headers=(priority("5"),),
+        status=403,
+    ),
     "response with an encoding": Case(
         "unsupported_encoding", headers=(priority("5"),), target=MESSAGES, answer=b"\x1f\x8b"
     ),

@@ -757,7 +757,7 @@ def test_a_configuration_too_long_for_an_argument_is_rejected() -> None:
 
 
 def test_the_default_configuration_leaves_room() -> None:
-    assert len(sidecar_of(change(make_pod()).pod)["args"][1]) < MAX_ARGUMENT_BYTES * 0.75
+    assert len(sidecar_of(change(make_pod()).pod)["args"][1]) < MAX_ARGUMENT_BYTES * 0.85
 
 
 def test_the_configuration_contains_the_control_plane() -> None:

@@ -24,6 +24,7 @@ def _module(name: str, *needs: Any) -> Any:
 _lua = luajit.LuaRuntime(encoding=None)
 _scan = _module("json_scan")
 _edit = _module("json_edit", _scan)
+constant = _lua.eval(b"function(text) return function() return text end end")
 
 
 def edit(
@@ -33,7 +34,13 @@ def edit(
 
     `known`: whether the editor is told the length.
     """
-    editor = _edit[b"new"](b"priority", str(value).encode(), len(body) if known else None, keep, lists)
+    editor = _edit[b"new"](
+        b"priority",
+        str(value).encode(),
+        None if keep else constant(str(value).encode()),
+        len(body) if known else None,
+        lists,
+    )
     bounds = [0, *sorted(set(cuts)), len(body)]
     out = b""
     for start, end in zip(bounds, bounds[1:], strict=False):
@@ -399,7 +406,7 @@ def chunks(body: bytes, size: int) -> Iterator[bytes]:
 
 
 def test_nothing_is_kept_of_what_was_passed_on() -> None:
-    editor = _edit[b"new"](b"priority", b"5", None, False, False)
+    editor = _edit[b"new"](b"priority", b"5", constant(b"5"))
     used = _lua.eval(b'function() collectgarbage("collect") return collectgarbage("count") end')
     _edit[b"feed"](editor, b'{"image":"')
     before = used()

@@ -17,7 +17,10 @@ from control_plane.vllm import ENGINE_ROUTES, INT64_MAX, INT64_MIN, RENDER_ROUTE
 INT64 = "an integer"
 CLASS = "a name of at most 63 letters, digits and . _ - that starts with a letter"
 PATH = "a path that starts with / and has no query, % or blank"
-KEYS = "header, engine, on_invalid, on_unmovable, keep_header, report_header, default, range, classes, routes, limits"
+KEYS = (
+    "header, engine, on_invalid, on_unmovable, keep_header, report_header, default, range, classes, "
+    "body, ordinary, trust, tenants, routes, limits"
+)
 
 
 def refusal(text: str) -> str:
@@ -46,6 +49,10 @@ report_header: x-vllm-priority-applied
 default: null
 range: {min: null, max: null, outside: reject}
 classes: {}
+body: accept
+ordinary: pass
+trust: null
+tenants: null
 routes: {render: default, engine: default, extra: [], root_path: null}
 limits: {max_body_bytes: 67108864}
 """
@@ -271,6 +278,64 @@ def test_an_unknown_key_is_named_at_every_level(text: str, message: str) -> None
 )
 def test_a_contradiction_is_refused(text: str, message: str) -> None:
     assert refusal(text) == message
+
+
+TENANTS = "tenants: {{header: x-tenant, rules: {{batch: {{{}}}}}}}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("body: clamp", "body: clamp needs range.min or range.max to clamp to"),
+        ("{engine: sglang, ordinary: enforce}",
+         "ordinary: 'enforce' is for vLLM, whose routes read the header. Use pass with sglang"),
+        ("{engine: sglang, body: ignore}",
+         "default: with sglang, a priority that is ignored needs another value. Set a default"),
+        ("{engine: sglang, trust: {peers: [10.0.0.0/8]}}",
+         "default: with sglang, a priority that is ignored needs another value. Set a default"),
+        ("trust: {peers: [10.0.0.1/8]}",
+         "trust.peers[0]: '10.0.0.1/8' is not a network (10.0.0.1/8 has host bits set). Use CIDR notation, for example "
+         "10.0.0.0/8"),
+        ("trust: {peers: [10.0.0.0/33]}",
+         "trust.peers[0]: '10.0.0.0/33' is not a network ('10.0.0.0/33' does not appear to be an IPv4 or IPv6 network)"
+         ". Use CIDR notation, for example 10.0.0.0/8"),
+        ("trust: {peers: ['::ffff:10.0.0.0/104']}",
+         "trust.peers[0]: '::ffff:10.0.0.0/104' is an IPv4 network in IPv6. Use IPv4, for example 10.0.0.0/8"),
+        ("trust: {forwarded_by: [10.0.0.0/8]}",
+         "trust.forwarded_by: has no effect without trust.peers. Name the clients' networks there"),
+        ("trust: {peers: [10.0.0.0/8, 10.1.0.0/16]}",
+         "trust.peers: 10.1.0.0/16 lies within 10.0.0.0/8, so it decides nothing. Remove one"),
+        ("trust: {identities: ['spiffe://a/*', 'spiffe://a/b']}",
+         "trust.identities: 'spiffe://a/*' matches 'spiffe://a/b', too. Remove one"),
+        ("{range: {max: 5}, default: 3, " + TENANTS.format("range: {min: 4}") + "}",
+         "tenants.rules.batch.default: 3 is outside range; allowed: a value within range"),
+        ("{classes: {fast: -5}, " + TENANTS.format("range: {min: 0}") + "}",
+         "tenants.rules.batch.classes.fast: -5 is outside range; allowed: a value within range"),
+        (TENANTS.format("default: fast"),
+         "tenants.rules.batch.default: 'fast' is no class; allowed: an integer, or a class (none are defined)"),
+        ("{header: x-tenant, " + TENANTS.format("default: 1") + "}",
+         "tenants.header: 'x-tenant' is the policy's header. Use another name"),
+        ("tenants: {header: host, rules: {a: {}}}",
+         "tenants.header: 'host' has a meaning in HTTP or Envoy; allowed: a name of its own"),
+    ],
+)  # fmt: skip
+def test_a_rule_that_contradicts_or_decides_nothing_is_refused(text: str, message: str) -> None:
+    assert refusal(text) == message
+
+
+def test_a_tenant_has_the_policys_values_where_it_has_no_own() -> None:
+    policy = parse_policies("{default: 3, range: {max: 9}, " + TENANTS.format("range: {min: 0}") + "}").default
+    tenant = policy.of_tenant("batch")
+    assert (tenant.default, tenant.range.min, tenant.range.max) == (3, 0, None)
+    policy = parse_policies("{default: 3, " + TENANTS.format("default: null") + "}").default
+    assert policy.of_tenant("batch").default is None
+
+
+def test_routes_that_stay_open_are_named() -> None:
+    for text in ("{}", "{trust: {peers: [10.0.0.0/8]}, ordinary: enforce}"):
+        assert parse_policies(text).default.open_routes is None
+    for text in ("trust: {peers: [10.0.0.0/8]}", "body: reject", TENANTS.format("default: 1")):
+        assert "Set ordinary: enforce" in (parse_policies(text).default.open_routes or "")
 
 
 @pytest.mark.parametrize(

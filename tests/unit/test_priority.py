@@ -35,7 +35,7 @@ class Reader:
 
     def __call__(self, raw: str) -> dict[str, str]:
         found = self._read(raw.encode("latin-1")).items()
-        return {key.decode(): value.decode("latin-1") for key, value in found if key != b"status"}
+        return {key.decode(): value.decode("latin-1") for key, value in found if key not in {b"status", b"replace"}}
 
     @property
     def default(self) -> str | None:
