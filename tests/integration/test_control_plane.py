@@ -21,9 +21,10 @@ import pytest
 import uvicorn
 
 from control_plane.address import Address
-from control_plane.render.bootstrap import bootstrap, xds
+from control_plane.render.bootstrap import bootstrap
 from control_plane.render.placement import Placement
 from control_plane.render.templates import Resource
+from control_plane.server import xds
 from control_plane.server.app import create_app
 from control_plane.server.fast_path import MAX_BODY_BYTES
 from control_plane.server.settings import ServeSettings
