@@ -68,11 +68,12 @@ e2e: setup ## Run the end-to-end tests on real vLLM (installs it: 3.5 GB)
 	$(BIN)/python tests/e2e/setup_vllm.py
 	$(BIN)/python -m pytest tests/e2e
 
-lint: setup $(TOOLS)/helm ## ruff, mypy, import-linter, luacheck, StyLua, hadolint, helm lint, actionlint
+lint: setup $(TOOLS)/helm ## ruff, mypy, import-linter, codespell, luacheck, StyLua, hadolint, helm lint, actionlint
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/codespell
 	@command -v luacheck >/dev/null || { [ "$$(id -u)" = 0 ] && apt-get install -y -qq lua-check >/dev/null; } || \
 		{ echo "make: luacheck is missing. Install it, on Debian: apt-get install lua-check" >&2; exit 2; }
 	luacheck --quiet lua

@@ -31,7 +31,7 @@ def rendered(target: str, role: Role) -> str:
     return (
         f"# The built-in policy. For your own policy or your own names:\n"
         f"#   vllm-priority config --role {role} --target {target} --policy policy.yaml\n"
-        f"# See docs/{target.removesuffix('-waypoint')}.md.\n"
+        f"# See docs/guides/{target.removesuffix('-waypoint')}.md.\n"
         + to_yaml(render(target, Policies().default, Placement.default(role, target)))
     )
 

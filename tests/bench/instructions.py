@@ -33,17 +33,17 @@ _HEADERS = "".join(
 )
 _REPORT = '"5; source=header; outcome=inserted"'
 _NOTE = f'handle:streamInfo():dynamicMetadata():set("vllm_priority", "report", {_REPORT}) '
-_ANSWERS = "the answer's header from it, by Envoy"
+_ANSWERS = "the response header from it, by Envoy"
 
 LADDER: tuple[tuple[str, str], ...] = (
     ("header-only", ""),
     ("five more headers read", _HEADERS),
     ("the header removed", 'headers:remove("x-vllm-priority") '),
-    ("the body held until it is whole", "local body = handle:body() "),
+    ("the body held until it is complete", "local body = handle:body() "),
     ("its bytes read", "local bytes = body:getBytes(0, body:length()) "),
     ("its bytes written", "body:setBytes(bytes) "),
     ("a counter", 'handle:stats():counter("inserted"):inc() '),
-    ("an entry of metadata for the access log and the answer", _NOTE),
+    ("an entry of metadata for the access log and the response", _NOTE),
     (_ANSWERS, ""),
 )
 """What a step adds to the script; the last adds nothing there."""
