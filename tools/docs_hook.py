@@ -51,8 +51,8 @@ def adapt_links(markdown: str, page: str) -> str:
 
     def adapt(match: re.Match[str]) -> str:
         text, target, anchor = match[1], match[2], match[3] or ""
-        file = (folder / target).resolve()
-        pages = {(_ROOT / source).resolve(): PurePosixPath(uri) for uri, source in ROOT_PAGES.items()}
+        file = Path(os.path.normpath(folder / target))  # not resolved: a symbolic link keeps its name
+        pages = {_ROOT / source: PurePosixPath(uri) for uri, source in ROOT_PAGES.items()}
         if file.is_relative_to(_DOCS):
             uri = PurePosixPath(file.relative_to(_DOCS).as_posix())
         elif file in pages:

@@ -1,6 +1,7 @@
 """The labels and annotations of pods that are this product's API, and what they ask for, as one typed request.
 
-docs/guides/injection.md documents each for users. In a Deployment and the like they belong to the pod template.
+The text below each constant is its documentation for users, in docs/reference. In a Deployment and the like they belong
+to the pod template.
 """
 
 import re
@@ -25,31 +26,32 @@ PREFIX = "vllm-priority.io/"
 """The prefix of all our labels and annotations."""
 
 INJECT_LABEL = PREFIX + "inject"
-"""Label. "true" asks for the sidecar. "false" declines it, also from `vllm-priority inject`."""
+"""`"true"` requests the sidecar. `"false"` declines it, also from `vllm-priority inject`."""
 
 ROLE = PREFIX + "role"
-"""`render` or `engine`. Without it the vLLM container's command decides, with a warning."""
+"""`render` or `engine`. Default: follows from the vLLM container's command, with a warning."""
 UPSTREAM_PORT = PREFIX + "upstream-port"
-"""vLLM's port. Without it: the vLLM container's first TCP port."""
+"""vLLM's port, from 1 to 65535. It also says which container is meant if several run vLLM. Default: the first TCP port
+that the vLLM container declares."""
 LISTEN_PORT = PREFIX + "listen-port"
-"""The sidecar's port. Without it: 18000 (render) or 18001 (engine), or the next free one."""
+"""The sidecar's port, from 1024 to 65535. Default: 18000 (render) or 18001 (engine), or the next free port."""
 IMAGE = PREFIX + "image"
-"""Envoy's image. Without it: the injector's."""
+"""Envoy's image, of version 1.37 or later. Default: the injector's `--sidecar-image`."""
 RESOURCES = PREFIX + "resources"
-"""The sidecar's ResourceRequirements, as JSON. Without it: the injector's."""
+"""Kubernetes' ResourceRequirements, as JSON, for example `{"requests": {"cpu": "500m"}}`. Default: the injector's."""
 POLICY = PREFIX + "policy"
-"""The name of a policy. Without it: the first policy whose selector matches the pod's labels."""
+"""The name of a policy in the policy file. Default: the first policy whose selector matches the pod's labels."""
 NATIVE = PREFIX + "native"
-"""`true`: a restartable init container; `false`: a plain one. Without it the version of Kubernetes decides."""
+"""`true`: a restartable init container; `false`: a plain container. Default: depends on the version of Kubernetes."""
 MODE = PREFIX + "mode"
-"""`takeover`, `redirect` or `port`. Without it: takeover."""
+"""How traffic reaches the sidecar: `takeover`, `redirect` or `port`. Default: `takeover`."""
 REQUEST_ANNOTATIONS = (ROLE, UPSTREAM_PORT, LISTEN_PORT, IMAGE, RESOURCES, POLICY, NATIVE, MODE)
 """The annotations by which a pod asks for something."""
 
 INJECTED = PREFIX + "injected"
-"""Written by the injector: an `InjectionRecord` as JSON. `vllm-priority inject --uninject` reads it."""
+"""What the injector did, as JSON, so that `vllm-priority inject --uninject` can take the sidecar out again."""
 ORIGINAL = PREFIX + "original"
-"""Written by `vllm-priority inject` if it had to change a manifest's layout: the manifest as it was, compressed."""
+"""Only from `vllm-priority inject`, if it had to change a manifest's layout: the original manifest, compressed."""
 WRITTEN_ANNOTATIONS = (INJECTED, ORIGINAL)
 
 MIN_LISTEN_PORT = 1024
