@@ -11,6 +11,7 @@ import pytest
 from control_plane.cli import cli
 from control_plane.injector import annotations
 from control_plane.injector.reasons import Reason
+from control_plane.policy.load import parse_policies
 from control_plane.policy.model import Limits, NamedPolicy, Policy, Range, Routes
 from control_plane.render.filter import OUTCOMES
 from control_plane.server.fleet import CONFIG_STATUSES
@@ -137,6 +138,13 @@ def test_every_make_target_in_the_docs_exists(file: Path) -> None:
     targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = re.findall(r"(?:^|`)make ([a-z][a-z0-9-]*)", file.read_text(encoding="utf-8"), re.MULTILINE)
     assert set(named) <= targets
+
+
+def test_every_policy_in_the_reference_is_valid() -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", page("reference/policy.md"), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        parse_policies(block)
 
 
 def test_every_test_that_the_threat_model_names_exists() -> None:
