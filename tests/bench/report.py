@@ -97,8 +97,7 @@ def publish(folder: Path, docs: Path) -> None:
     block = f"<!-- bench -->\n{picture}\n\n{(folder / 'table.md').read_text()}<!-- /bench -->"
     page.write_text(re.sub(r"<!-- bench -->.*?<!-- /bench -->", lambda _: block, text, flags=re.S))
     (docs / "images").mkdir(exist_ok=True)
-    for name in ("bench.svg", "bench.png"):
-        shutil.copy(folder / name, docs / "images" / name)
+    shutil.copy(folder / "bench.svg", docs / "images" / "bench.svg")
 
 
 @dataclass(frozen=True)
