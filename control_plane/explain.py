@@ -121,17 +121,17 @@ class Filter:
             response = Stream(head, answer_chunks or [answer], metadata)
         else:
             response = Stream(list(rejection[0].items()), [rejection[1]], metadata)
-        if self._routes_report and b"report" in metadata.values:
-            response.headers().replace(self._routes_report.encode(), metadata.values[b"report"])
+        if self._routes_report and metadata.report is not None:
+            response.headers().replace(self._routes_report.encode(), metadata.report)
         for on_response in self._on_response:
             on_response(response)
         self._collect(b"collect")
         return Explanation(
-            report=_text(metadata.values.get(b"report")),
+            report=_text(metadata.report),
             headers=request.listed(),
             body=b"".join(request.chunks),
             refusal=None if rejection is None else (int(rejection[0][b":status"]), rejection[1]),
-            answer=b"".join(response.chunks) if b"response_value" in metadata.values else None,
+            answer=b"".join(response.chunks) if b"response" in metadata.values else None,
             answer_headers=response.listed(),
             trusted_by=_text(metadata.values.get(b"trusted_by")),
         )

@@ -26,7 +26,7 @@ import httpx
 from control_plane.address import Address
 from control_plane.errors import BadInput, EnvoyError
 from control_plane.injector.settings import ENVOY_VERSION
-from control_plane.render.listener import STANDARD_STREAMS
+from control_plane.render.loggers import STANDARD_STREAMS
 from control_plane.render.placement import Placement
 from control_plane.render.templates import Resource
 
@@ -134,6 +134,8 @@ class Sidecar:
                     self._envoy, "-c", f"/dev/fd/{config}", "--concurrency", str(self._concurrency),
                     # Nothing restarts hot, and what that needs would stay in /dev/shm after each run.
                     "--disable-hot-restart", "--file-flush-interval-msec", "1000", "--log-level", self._log_level,
+                    # A field of its metrics, which Envoy 1.37 requires, has another name since.
+                    "--component-log-level", "misc:error",
                 ],
                 stdin=subprocess.DEVNULL,
                 # Envoy's log: to the caller's place, or kept to name the reason if it does not start.

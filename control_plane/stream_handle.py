@@ -18,6 +18,11 @@ class Metadata:
         self.values: dict[bytes, Any] = {}
         self.to_table = to_table
 
+    @property
+    def report(self) -> bytes | None:
+        """The text of the report; None where there is none."""
+        return self.values[b"report"][b"text"] if b"report" in self.values else None
+
     def get(self, namespace: bytes) -> Any:
         return self.to_table(self.values) if namespace == FILTER_NAME.encode() and self.values else None
 

@@ -42,7 +42,7 @@ end
 -- Returns what decides under these settings, as a table of
 --
 --   read       see priority.reader()
---   by_policy  the rule for a body where the client may name a priority and has sent no header; nil: it is not looked at
+--   by_policy  the rule for a body where the client may name a priority and has sent no header; nil: it passes unread
 --   untrusted  the rule for a client that may not name one
 --   dropped    the same, where it has named one in a header, which is removed
 --
@@ -58,6 +58,7 @@ function body_rule.of(settings)
 
   local function rule(replace, fields)
     fields.text, fields.source, fields.note, fields.replace = text, "default", fields.note or "", replace
+    fields.bucket = default and default.bucket
     return fields
   end
 

@@ -7,7 +7,7 @@
 local settings, json_edit, priority, body_rule, body, report, rejection, response, memory, trust = ...
 
 local find, tonumber = string.find, tonumber
-local note, report_of, tell = report.note, report.of, report.tell
+local note, tell = report.note, report.tell
 
 local HEADER, MEMBER, NAMESPACE = settings.header, "priority", report.NAMESPACE
 local MAX_BODY = settings.max_body_bytes
@@ -63,7 +63,7 @@ end
 -- What is reported of a body that was edited: an outcome, and the verdict that was applied, if any.
 local function result(outcome, verdict, last)
   if outcome == "replaced" and verdict.clamps then
-    return outcome, { text = last, source = "body", note = "; clamped" }
+    return outcome, { text = last, source = "body", note = "; clamped", bucket = priority.bucket_of(last) }
   elseif outcome ~= "inserted" and outcome ~= "replaced" then
     return verdict.left or outcome, nil
   elseif not verdict.text then
@@ -73,14 +73,16 @@ local function result(outcome, verdict, last)
 end
 
 -- Reports what became of the body that the editor has seen. Returns the rejection, if any, and the outcome.
-local function finish(handle, editor, size, verdict)
+local function finish(handle, editor, size, verdict, route)
   local outcome, failure = json_edit.finish(editor)
   if outcome then
-    tell(handle, result(outcome, verdict, editor.last))
+    local applied
+    outcome, applied = result(outcome, verdict, editor.last)
+    tell(handle, outcome, applied, route)
     return nil, outcome
   end
   local why = REJECTIONS[size == 0 and "empty" or failure]
-  tell(handle, why.outcome, nil)
+  tell(handle, why.outcome, nil, route)
   return rejection_of(why, verdict), nil
 end
 
@@ -89,16 +91,16 @@ local function respond(handle, why)
 end
 
 -- Holds the whole body here, then edits it.
-local function edit_held(handle, length, verdict)
+local function edit_held(handle, length, verdict, route)
   local held = handle:body()
   local size = held and held:length() or 0
   if MAX_BODY and size > MAX_BODY then
-    tell(handle, rejection.TOO_LARGE.outcome, nil)
+    tell(handle, rejection.TOO_LARGE.outcome, nil, route)
     return respond(handle, rejection.TOO_LARGE)
   end
   local editor = json_edit.new(MEMBER, verdict.text, verdict.replace, size, false)
   local new = size > 0 and body.edit(editor, held, size) or nil
-  local why, outcome = finish(handle, editor, size, verdict)
+  local why, outcome = finish(handle, editor, size, verdict, route)
   if why then
     return respond(handle, why)
   end
@@ -126,7 +128,7 @@ end
 
 -- Edits the chunks of a body while they pass to the deferred filter, which holds them until the body is complete. Of a
 -- body that is rejected, by `why` or by what is found in it, nothing passes; the deferred filter responds at its end.
-local function edit_passing(handle, length, verdict, why)
+local function edit_passing(handle, length, verdict, route, why)
   tell_deferred(handle, "deferred", length and "length" or "chunked")
   local editor = verdict and json_edit.new(MEMBER, verdict.text, verdict.replace, length, false)
   local passed, held, memory_limit = 0, {}, handle:metadata():get("held_memory")
@@ -152,10 +154,10 @@ local function edit_passing(handle, length, verdict, why)
     end
   end
   if why then
-    tell(handle, why.outcome, nil)
+    tell(handle, why.outcome, nil, route)
     return reject_deferred(handle, why)
   end
-  why = finish(handle, editor, passed, verdict)
+  why = finish(handle, editor, passed, verdict, route)
   if why then
     return reject_deferred(handle, why)
   end
@@ -175,37 +177,37 @@ local function content_length(headers)
 end
 
 -- Rejects a request whose body has not been looked at.
-local function reject(handle, headers, why)
+local function reject(handle, headers, why, route)
   local length = content_length(headers)
-  note(handle, report_of(why.outcome, nil)) -- for a response of Envoy's own to what is still to come
+  note(handle, why.outcome, nil, route) -- for a response of Envoy's own to what is still to come
   -- What follows an upgrade is not a body; a client that expects a 100 Continue has not sent one.
   if not headers:get("upgrade") and not headers:get("expect") and (length or 0) <= MAX_DRAINED then
     if (not length or length > HELD_HERE) and has_deferred_filter(handle) then
-      return edit_passing(handle, length, nil, why)
+      return edit_passing(handle, length, nil, route, why)
     end
     handle:body()
   end
-  tell(handle, why.outcome, nil)
+  tell(handle, why.outcome, nil, route)
   respond(handle, why)
 end
 
-local function edit_request(handle, headers, verdict)
+local function edit_request(handle, headers, verdict, route)
   local length = content_length(headers)
   if MAX_BODY and length and length > MAX_BODY then
-    return reject(handle, headers, rejection.TOO_LARGE)
+    return reject(handle, headers, rejection.TOO_LARGE, route)
   end
   if verdict.source ~= "default" and not settings.keep_header then
     headers:remove(HEADER)
   end
   if length and length <= HELD_HERE then
-    return edit_held(handle, length, verdict)
+    return edit_held(handle, length, verdict, route)
   end
   -- For a response of Envoy's own to a body that it cannot hold.
-  note(handle, report_of("pending", verdict.text and verdict))
+  note(handle, "pending", verdict.text and verdict, route)
   if has_deferred_filter(handle) then
-    return edit_passing(handle, length, verdict)
+    return edit_passing(handle, length, verdict, route)
   end
-  return edit_held(handle, length, verdict)
+  return edit_held(handle, length, verdict, route)
 end
 
 -- Why no body of this request can be edited, or nil.
@@ -235,9 +237,9 @@ local function client_of(handle, headers)
 end
 
 -- Where vLLM reads the header itself, it is written as a plain integer.
-local function set_header(handle, headers, verdict)
+local function set_header(handle, headers, verdict, route)
   headers:replace(HEADER, verdict.text)
-  tell(handle, "header_set", verdict)
+  tell(handle, "header_set", verdict, route)
 end
 
 function envoy_on_request(handle)
@@ -247,12 +249,12 @@ function envoy_on_request(handle)
     content_type = priority.repeated_line(content_type) or content_type
     headers:replace("content-type", content_type)
   end
-  local kind = route_of(headers:get(":path"))
+  local kind, route = route_of(headers:get(":path"))
   if not kind or headers:get(":method") ~= "POST" then
     return
   end
   if kind == "control character" then
-    return reject(handle, headers, rejection.CONTROL_CHARACTER)
+    return reject(handle, headers, rejection.CONTROL_CHARACTER, route)
   end
 
   local vllm_reads_header = kind == "ordinary" or kind == "header"
@@ -260,7 +262,7 @@ function envoy_on_request(handle)
   local raw, verdict = headers:get(HEADER), rules.by_policy
   if not trusted then
     if raw and settings.reject_untrusted then
-      return reject(handle, headers, rejection.UNTRUSTED)
+      return reject(handle, headers, rejection.UNTRUSTED, route)
     end
     headers:remove(HEADER)
     verdict = raw and rules.dropped or rules.untrusted
@@ -268,27 +270,27 @@ function envoy_on_request(handle)
     local value = header_value(headers, raw)
     local named = value and rules.read(value) or rejection.AMBIGUOUS_HEADER
     if named.text and vllm_reads_header then
-      return set_header(handle, headers, named)
+      return set_header(handle, headers, named, route)
     elseif named.text then
       verdict = named
     elseif settings.reject_invalid then
-      return reject(handle, headers, named)
+      return reject(handle, headers, named, route)
     else
       if vllm_reads_header then
         headers:remove(HEADER) -- vLLM reads some integers that are rejected here
       end
       if settings.body == "accept" then
-        return tell(handle, named.outcome, nil)
+        return tell(handle, named.outcome, nil, route)
       end
     end
   end
 
   if not verdict or (not verdict.text and (kind == "header" or kind == "response")) then
-    return tell(handle, verdict and verdict.left or "absent", nil)
+    return tell(handle, verdict and verdict.left or "absent", nil, route)
   elseif kind == "header" then
-    return set_header(handle, headers, verdict)
+    return set_header(handle, headers, verdict, route)
   elseif kind == "response" then
-    response.expect(handle, verdict)
+    response.expect(handle, verdict, route)
     if raw and not settings.keep_header then
       headers:remove(HEADER)
     end
@@ -297,10 +299,10 @@ function envoy_on_request(handle)
 
   local why = unmovable(headers, content_type)
   if not why then
-    return edit_request(handle, headers, verdict)
+    return edit_request(handle, headers, verdict, route)
   end
   if rejection_of(why, verdict) then
-    return reject(handle, headers, why)
+    return reject(handle, headers, why, route)
   end
-  tell(handle, why.outcome, nil)
+  tell(handle, why.outcome, nil, route)
 end

@@ -25,7 +25,7 @@ local function memoized(work_out)
       if count >= MAX_CACHED then
         cache, count = {}, 0
       end
-      found = work_out(key)
+      found = work_out(key) or false
       cache[key], count = found, count + 1
     end
     return found
@@ -73,6 +73,25 @@ function priority.negated(text)
   return byte(text) == 45 and sub(text, 2) or "-" .. text
 end
 
+-- The bounds of the buckets that metrics count priorities in, and the buckets' names. Most priorities are small.
+local BUCKETS = {
+  { "-100", "below -100" },
+  { "-10", "-100 to -11" },
+  { "0", "-10 to -1" },
+  { "1", "0" },
+  { "11", "1 to 10" },
+  { "101", "11 to 100" },
+}
+
+local function bucket_of(text)
+  for _, entry in ipairs(BUCKETS) do
+    if is_below(text, entry[1]) then
+      return entry[2]
+    end
+  end
+  return "above 100"
+end
+
 -- A text as a JSON string. Bytes beyond ASCII are escaped, and a long text is cut.
 local function quoted(text)
   if #text > 500 then
@@ -107,6 +126,8 @@ end
 --   text     the priority to write, or nil where the value is rejected
 --   source   "header", "class" or "default"
 --   note     what the report adds: "; clamped", or ""
+--   class    the name of the class, where it came from one
+--   bucket   the range that metrics count the text in
 --   replace  gives the text for a value in the body; the default has none, and leaves what is there
 --   outcome  why the value is rejected: "invalid" or "out_of_range"
 --   message  the same, for a person
@@ -129,21 +150,28 @@ function priority.reader(settings)
     return { outcome = outcome, message = message, status = 400 }
   end
 
-  local function accepted(text, source, note)
+  local function accepted(text, source, note, class)
     if settings.negate then
       text = priority.negated(text)
     end
     local replace = source ~= "default" and function()
       return text
     end or nil
-    return { text = text, source = source, note = note, replace = replace }
+    return {
+      text = text,
+      source = source,
+      note = note,
+      class = class,
+      bucket = bucket_of(text),
+      replace = replace,
+    }
   end
 
   local read = memoized(function(raw)
     local name = trimmed(raw)
     local class = settings.classes[name]
     if class then
-      return accepted(class, "class", "")
+      return accepted(class, "class", "", name)
     end
     local text = canonical(name)
     if not text then
@@ -196,14 +224,21 @@ local function decoded(digits)
   return char(tonumber(digits, 16))
 end
 
--- Returns a function that says what is edited for a request target: "request", "response", or false; or "control
--- character" where its path has one. Routes are matched as Starlette does: on the percent-decoded path, without its
--- query, case and slashes as they are. Starlette would also match a path that ends in a newline (its regex ends in $).
+-- The bucket of a decimal.
+priority.bucket_of = bucket_of
+
+-- Returns a function that says what is edited for a request target, and its route: "request", "response", or false; or
+-- "control character" where its path has one. Routes are matched as Starlette does: on the percent-decoded path,
+-- without its query, case and slashes as they are. Starlette would also match a path that ends in a newline (its regex
+-- ends in $).
 function priority.router(settings)
   local routes = settings.routes
   local unusual = memoized(function(target)
     local path = gsub(match(target, "^[^?#]*"), "%%(%x%x)", decoded)
-    return find(path, "[%z\1-\31\127]") and "control character" or routes[path] or false
+    if find(path, "[%z\1-\31\127]") then
+      return { "control character", "" }
+    end
+    return routes[path] and { routes[path], path }
   end)
   return function(target)
     if not target then
@@ -211,10 +246,13 @@ function priority.router(settings)
     end
     local found = routes[target]
     if found then
-      return found
+      return found, target
     end
     if find(target, "?", 1, true) or find(target, "%", 1, true) then
-      return unusual(target)
+      found = unusual(target)
+      if found then
+        return found[1], found[2]
+      end
     end
     return false
   end

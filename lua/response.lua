@@ -7,15 +7,19 @@ local NAMESPACE, REPORT = report.NAMESPACE, settings.report_header
 local response = {}
 
 -- Leaves word that the response is to carry this verdict's priority, since the request cannot.
-function response.expect(handle, verdict)
-  local metadata = handle:streamInfo():dynamicMetadata()
-  metadata:set(NAMESPACE, "response_value", verdict.text)
-  metadata:set(NAMESPACE, "response_source", verdict.source)
-  metadata:set(NAMESPACE, "response_note", verdict.note)
+function response.expect(handle, verdict, route)
+  handle:streamInfo():dynamicMetadata():set(NAMESPACE, "response", {
+    text = verdict.text,
+    source = verdict.source,
+    note = verdict.note,
+    class = verdict.class,
+    bucket = verdict.bucket,
+    route = route,
+  })
 end
 
-local function edit(handle, headers, metadata)
-  local verdict = { text = metadata.response_value, source = metadata.response_source, note = metadata.response_note }
+local function edit(handle, headers, verdict)
+  local route = verdict.route
   local encoding = headers:get("content-encoding")
   local outcome = "response_edited"
   if headers:get(":status") ~= "200" or not priority.is_json(headers:get("content-type")) then
@@ -23,12 +27,12 @@ local function edit(handle, headers, metadata)
   elseif encoding and encoding ~= "identity" then
     outcome, verdict = "unsupported_encoding", nil
   end
-  report.note(handle, report.of(outcome, verdict))
+  report.note(handle, outcome, verdict, route)
   if REPORT then
     headers:replace(REPORT, report.of(outcome, verdict))
   end
   if not verdict then
-    return report.tell(handle, outcome, nil)
+    return report.tell(handle, outcome, nil, route)
   end
   headers:remove("content-length")
   local editor = json_edit.new("priority", verdict.text, function()
@@ -44,9 +48,9 @@ local function edit(handle, headers, metadata)
     end
   end
   if json_edit.finish(editor) then
-    report.tell(handle, outcome, verdict)
+    report.tell(handle, outcome, verdict, route)
   else
-    report.tell(handle, "malformed_json", nil)
+    report.tell(handle, "malformed_json", nil, route)
   end
 end
 
@@ -59,14 +63,14 @@ function response.finish(handle)
     return
   end
   local headers = handle:headers()
-  if metadata.response_value and not metadata.report then
-    edit(handle, headers, metadata)
+  if metadata.response and not metadata.report then
+    edit(handle, headers, metadata.response)
   elseif metadata.report and not settings.report_by_routes then
     if settings.routes_report then
       headers:remove(settings.routes_report)
     end
     if REPORT then
-      headers:replace(REPORT, metadata.report)
+      headers:replace(REPORT, metadata.report.text)
     end
   end
 end

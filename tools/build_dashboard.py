@@ -1,13 +1,12 @@
-"""The Grafana dashboard: the outcomes of requests, and the status of the sidecars and of the control plane."""
+"""The Grafana dashboard: what became of priorities, whether they helped, and how sidecars and control plane are."""
 
 import json
 from typing import Any
 
-from control_plane.render.filter import FILTER_NAME, OUTCOMES
 from control_plane.server.fleet import CONFIG_STATUSES
 
-REFUSED = ("invalid", "out_of_range", "ambiguous", "invalid_path")
-"""Outcomes of a header that is not a valid priority. The policy's on_invalid says what happens to the request."""
+REJECTED = ("invalid", "out_of_range", "ambiguous", "invalid_path", "not_allowed", "untrusted")
+"""Outcomes of a priority that a client may not send, or not so."""
 LOST = (
     "unsupported_media_type",
     "unsupported_charset",
@@ -19,9 +18,10 @@ LOST = (
     "too_large",
     "overloaded",
 )
-"""Outcomes of a priority that the body cannot carry. The policy's on_unmovable says what happens to the request."""
+"""Outcomes of a priority that the body cannot carry."""
 
 _SOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_SIDECAR = "envoy_vllm_priority"
 _CONTROL_PLANE = "vllm_priority_control_plane"
 _WHERE = 'namespace=~"$namespace"'
 
@@ -29,25 +29,53 @@ _WHERE = 'namespace=~"$namespace"'
 def dashboard() -> str:
     """Return the dashboard as JSON, for Grafana's import and for the chart's ConfigMap."""
     panels = [
-        _stat("Requests with a priority", _total(OUTCOMES, less=("absent",)), "reqps", 0, 0),
-        _stat("Invalid priority headers", _share(REFUSED), "percentunit", 6, 0, warn_at=0.01),
-        _stat("Priorities that could not be moved", _share(LOST), "percentunit", 12, 0, warn_at=0.01),
+        _stat("Requests with a priority", _requests('outcome!="absent"'), "reqps", 0, 0),
+        _stat("Share of rejected priorities", _share(REJECTED), "percentunit", 6, 0, warn_at=0.01),
+        _stat("Share of priorities that could not be set", _share(LOST), "percentunit", 12, 0, warn_at=0.01),
+        # Without a control plane there is no value, and not a reassuring 0.
         _stat("Sidecars not in sync", _sidecars('status!="SYNCED"'), "short", 18, 0, warn_at=1),
-        _series("Requests by outcome", [(_rate(outcome), outcome) for outcome in OUTCOMES], "reqps", 0, 4, 12),
+        _series("Requests by outcome", [(_by("outcome"), "{{outcome}}")], "reqps", 0, 4, 8),
+        _series("Requests by priority", [(_by("priority"), "{{priority}}")], "reqps", 8, 4, 8, stacked=True),
+        _series("Requests by route", [(_by("route"), "{{route}}")], "reqps", 16, 4, 8, stacked=True),
         _series(
-            "Share of requests with a problem",
-            [(_share((outcome,)), outcome) for outcome in (*REFUSED, *LOST)],
-            "percentunit", 12, 4, 12,
+            "Time to first byte, median, by priority",
+            [(_quantile("0.5", "time_to_first_byte", "priority"), "{{priority}}")],
+            "ms", 0, 12, 8,
+        ),
+        _series(
+            "Time to first byte, p99, by class",
+            [(_quantile("0.99", "time_to_first_byte", "class"), "{{class}}")],
+            "ms", 8, 12, 8,
+        ),
+        _series(
+            "Time in the sidecar before vLLM, and size of requests, p99",
+            [
+                (f'{_quantile("0.99", "filter_time")} / 1000', "time in ms"),
+                (f'{_quantile("0.99", "request_bytes")} / 1000', "size in kB"),
+            ],
+            "short", 16, 12, 8,
         ),
         _series(
             "Sidecars by status",
             [(_sidecars(f'status="{status}"'), status) for status in CONFIG_STATUSES],
-            "short", 0, 12, 12, stacked=True,
+            "short", 0, 20, 8, stacked=True,
         ),
         _series(
             "Sidecars by version of the policy",
             [(f'sum by (role, version) ({_CONTROL_PLANE}_sidecars{{{_WHERE}}})', "{{role}} {{version}}")],
-            "short", 12, 12, 12, stacked=True,
+            "short", 8, 20, 8, stacked=True,
+        ),
+        _series(
+            "Sidecars: Lua errors, and responses by class",
+            [
+                (f"sum(increase(envoy_http_lua_vllm_priority_errors{{{_WHERE}}}[$__rate_interval]))", "Lua errors"),
+                (
+                    "sum by (envoy_response_code_class) (rate(envoy_http_downstream_rq_xx"
+                    f'{{{_WHERE},envoy_http_conn_manager_prefix="vllm_priority"}}[$__rate_interval]))',
+                    "{{envoy_response_code_class}}xx",
+                ),
+            ],
+            "short", 16, 20, 8,
         ),
         _series(
             "Control plane: requests by type and result",
@@ -57,7 +85,7 @@ def dashboard() -> str:
                     "{{type}} {{result}}",
                 )
             ],
-            "reqps", 0, 20, 8,
+            "reqps", 0, 28, 8,
         ),
         _series(
             "Control plane: time to inject",
@@ -69,7 +97,7 @@ def dashboard() -> str:
                 )
                 for q, name in (("0.5", "p50"), ("0.99", "p99"))
             ],
-            "s", 8, 20, 8,
+            "s", 8, 28, 8,
         ),
         _series(
             "Control plane: problems",
@@ -85,13 +113,13 @@ def dashboard() -> str:
                     "days until the certificate expires",
                 ),
             ],
-            "short", 16, 20, 8,
+            "short", 16, 28, 8,
         ),
     ]  # fmt: skip
     for number, panel in enumerate(panels, start=1):
         panel["id"] = number
     namespaces = (
-        f'label_values({{__name__=~"envoy_http_lua_{FILTER_NAME}_executions|{_CONTROL_PLANE}_sidecars"}}, namespace)'
+        f'label_values({{__name__=~"envoy_http_lua_vllm_priority_executions|{_CONTROL_PLANE}_sidecars"}}, namespace)'
     )
     document = {
         "uid": "vllm-priority",
@@ -127,25 +155,30 @@ def dashboard() -> str:
     return json.dumps(document, indent=2) + "\n"
 
 
-def _rate(outcome: str) -> str:
-    """Requests per second. Before 1.38, Envoy counts an outcome as a call to a cluster without endpoints."""
-    stat = f"envoy_http_lua_{FILTER_NAME}_{outcome}{{{_WHERE}}}"
-    older = f'envoy_cluster_upstream_cx_none_healthy{{envoy_cluster_name="{FILTER_NAME}_{outcome}",{_WHERE}}}'
-    return f"((sum(rate({stat}[$__rate_interval])) or vector(0)) + (sum(rate({older}[$__rate_interval])) or vector(0)))"
+def _requests(selector: str) -> str:
+    return f"sum(rate({_SIDECAR}_requests{{{_WHERE},{selector}}}[$__rate_interval]))"
 
 
-def _total(outcomes: tuple[str, ...], less: tuple[str, ...] = ()) -> str:
-    return " + ".join(_rate(outcome) for outcome in outcomes if outcome not in less)
+def _by(label: str) -> str:
+    return f"sum by ({label}) (rate({_SIDECAR}_requests{{{_WHERE}}}[$__rate_interval]))"
 
 
 def _share(outcomes: tuple[str, ...]) -> str:
     """From 0 to 1. There is no value while there are no requests."""
-    return f"({_total(outcomes)}) / ({_total(OUTCOMES)} > 0)"
+    some = _requests(f'outcome=~"{"|".join(outcomes)}"')
+    return f"({some} or vector(0)) / (sum(rate({_SIDECAR}_requests{{{_WHERE}}}[$__rate_interval])) > 0)"
+
+
+def _quantile(quantile: str, histogram: str, label: str = "") -> str:
+    labels = f"le, {label}" if label else "le"
+    buckets = f"rate({_SIDECAR}_{histogram}_bucket{{{_WHERE}}}[$__rate_interval])"
+    return f"histogram_quantile({quantile}, sum by ({labels}) ({buckets}))"
 
 
 def _sidecars(selector: str) -> str:
     """Number of sidecars. One that moved to another replica is counted twice until the first replica forgets it."""
-    return f"sum({_CONTROL_PLANE}_sidecars{{{_WHERE},{selector}}}) or vector(0)"
+    there = f"(max({_CONTROL_PLANE}_policy_broken{{{_WHERE}}}) * 0)"
+    return f"sum({_CONTROL_PLANE}_sidecars{{{_WHERE},{selector}}}) or {there}"
 
 
 def _stat(title: str, expression: str, unit: str, x: int, y: int, warn_at: float | None = None) -> dict[str, Any]:

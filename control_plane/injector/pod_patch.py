@@ -103,8 +103,9 @@ def _sidecar_container(plan: Plan) -> dict[str, Any]:
             "--log-level",
             "warning",
             # It would warn at each poll that the control plane does not respond: the health check's log says so once.
+            # It would also warn of a field of its metrics, which Envoy 1.37 requires and 1.40 wants by another name.
             "--component-log-level",
-            "config:error",
+            "config:error,misc:error",
             # Otherwise it would share memory and a socket with any other Envoy in the pod, for example Istio's.
             "--disable-hot-restart",
         ],

@@ -5,7 +5,8 @@ bootstrap      a whole Envoy configuration, or its parts as discovery resources
 listener       the sidecar's listeners: one for requests, one for health checks
 routes         what happens to which request before and after the filters
 local_replies  Envoy's own error responses
-clusters       the upstream, the control plane, Envoy's admin, and the counters
+loggers        the access log and the metrics
+clusters       the upstream, the control plane, and Envoy's admin
 istio          an EnvoyFilter, or a TrafficExtension for a waypoint
 envoy_gateway  an HTTPRoute and an EnvoyExtensionPolicy
 objects        what Kubernetes objects have in common

@@ -1,8 +1,7 @@
-"""Envoy's clusters: the upstream, the control plane, Envoy's own admin, and the counters."""
+"""Envoy's clusters: the upstream, the control plane, and Envoy's own admin."""
 
 from control_plane.policy.model import Policy
 from control_plane.render.addresses import discovery_type, socket_address
-from control_plane.render.filter import FILTER_NAME, OUTCOMES
 from control_plane.render.placement import Placement
 from control_plane.render.templates import Resource, render_template
 
@@ -12,7 +11,7 @@ CONNECTION_BUFFER = 262144
 
 
 def clusters(policy: Policy, placement: Placement) -> list[Resource]:
-    """The Envoy clusters: the upstream, those that the placement calls for, and the counters."""
+    """The Envoy clusters: the upstream, and those that the placement calls for."""
     found = [
         render_template(
             "cluster",
@@ -34,7 +33,7 @@ def clusters(policy: Policy, placement: Placement) -> list[Resource]:
         )
     if placement.health:
         found.append(render_template("admin_cluster", address=socket_address(placement.admin)))
-    return found + [render_template("counter_cluster", name=f"{FILTER_NAME}_{outcome}") for outcome in OUTCOMES]
+    return found
 
 
 _HEALTH_CHECKS = [

@@ -23,7 +23,7 @@ OUTCOMES = (
     "malformed_json", "not_an_object", "empty_body", "upstream_error", "overloaded",
     "header_set", "ignored", "not_allowed", "untrusted",
 )  # fmt: skip
-"""What can become of a priority. Each has a counter."""
+"""What can become of a priority."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def filter_settings(policy: Policy, role: Role, place: Place) -> dict[str, Setti
         "max_body_bytes": policy.limits.max_body_bytes,
         "deferred": place == "mesh",
         "routes_report": place.report_header if isinstance(place, ManagedEnvoy) and renamed else None,
-        "count_by_cluster": isinstance(place, ManagedEnvoy),
+        "counts": not isinstance(place, ManagedEnvoy),
     }
 
 
@@ -99,7 +99,7 @@ def deferred_settings(policy: Policy, place: Place) -> dict[str, Setting]:
         "header": policy.header,
         "report_header": policy.report_header,
         "report_by_routes": managed,
-        "count_by_cluster": managed,
+        "counts": not managed,
     }
 
 

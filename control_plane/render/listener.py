@@ -1,18 +1,14 @@
 """Envoy's listeners: the sidecar's own, and the one for health checks."""
 
-from collections.abc import Mapping
-
 from control_plane.policy.model import Policy
 from control_plane.render.addresses import socket_address
 from control_plane.render.clusters import CONNECTION_BUFFER
 from control_plane.render.filter import DEFERRED_NAME, FILTER_NAME, ManagedEnvoy, deferred_config, filter_config
 from control_plane.render.local_replies import HEADERS_TIMEOUT, local_replies
+from control_plane.render.loggers import loggers
 from control_plane.render.placement import Placement
 from control_plane.render.routes import FORWARDED_PROTO_NOTE, routes
 from control_plane.render.templates import Resource, render_template
-
-STANDARD_STREAMS: Mapping[str, str] = {"/dev/stdout": "Stdout", "/dev/stderr": "Stderr"}
-"""Access logs that Envoy writes by their descriptor -> the name of its logger."""
 
 _HTTP2_WINDOW = CONNECTION_BUFFER
 """Bytes that an HTTP/2 client may send on although Envoy has stopped reading."""
@@ -34,7 +30,7 @@ def listeners(policy: Policy, placement: Placement) -> list[Resource]:
         "listener",
         filter_name=FILTER_NAME,
         listen=socket_address(placement.listen),
-        access_log=access_log(placement.access_log),
+        loggers=loggers(placement.access_log),
         http_filter=http_filter,
         deferred_filter={
             "name": DEFERRED_NAME,
@@ -83,28 +79,3 @@ def _everything_but(word: str) -> list[Resource]:
     """
     differs = [f"{word[:at]}([^{letter}].*)?" for at, letter in enumerate(word)]
     return [{"safe_regex": {"regex": f"(?i){pattern}"}} for pattern in (*differs, f"{word}.+")]
-
-
-_LOG_FIELDS = {
-    "time": "%START_TIME%",
-    "method": "%REQ(:METHOD)%",
-    "path": "%REQ(:PATH)%",
-    "status": "%RESPONSE_CODE%",
-    "flags": "%RESPONSE_FLAGS%",
-    "priority": f"%DYNAMIC_METADATA({FILTER_NAME}:report)%",
-    "request_id": "%REQ(X-REQUEST-ID)%",
-    "bytes_received": "%BYTES_RECEIVED%",
-    "bytes_sent": "%BYTES_SENT%",
-    "duration_ms": "%DURATION%",
-}
-
-
-def access_log(path: str) -> Resource:
-    """Envoy's access logger. It cannot open /dev/stdout by its path where that is a socket, as under systemd."""
-    stream = STANDARD_STREAMS.get(path)
-    kind = f"stream.v3.{stream}AccessLog" if stream else "file.v3.FileAccessLog"
-    return {
-        "@type": f"type.googleapis.com/envoy.extensions.access_loggers.{kind}",
-        **({} if stream else {"path": path}),
-        "log_format": {"json_format": _LOG_FIELDS},
-    }

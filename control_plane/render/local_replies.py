@@ -30,7 +30,7 @@ def local_replies(policy: Policy, placement: Placement) -> list[Resource]:
     kinds: list[tuple[Resource, Resource]] = [
         (_status("EQ", 408), _error(408, f"{late}.")),
         (
-            _details('response.code_details == "overload"'),
+            cel_filter('response.code_details == "overload"'),
             _error(
                 503,
                 f"the sidecar is short of memory and accepts no requests. {again}"
@@ -38,7 +38,7 @@ def local_replies(policy: Policy, placement: Placement) -> list[Resource]:
             ),
         ),
         (
-            _details('response.code_details == "request_payload_too_large"'),
+            cel_filter('response.code_details == "request_payload_too_large"'),
             _error(
                 413,
                 f"the request body is larger than the {held_bytes(policy)} bytes that the sidecar can hold."
@@ -46,7 +46,7 @@ def local_replies(policy: Policy, placement: Placement) -> list[Resource]:
             ),
         ),
         (
-            _details('response.code_details == "no_healthy_upstream"'),
+            cel_filter('response.code_details == "no_healthy_upstream"'),
             _error(
                 503,
                 "the sidecar has no vLLM server to send the request to: the server's address is unknown, or the server"
@@ -54,11 +54,11 @@ def local_replies(policy: Policy, placement: Placement) -> list[Resource]:
             ),
         ),
         (
-            _details(no_connection),
+            cel_filter(no_connection),
             _error(503, f"the sidecar cannot connect to the vLLM server. Check that the server is running. {again}"),
         ),
         (
-            _details(f'response.code == 503 && {cut}")'),
+            cel_filter(f'response.code == 503 && {cut}")'),
             _error(
                 503,
                 "the vLLM server closed the connection before it responded. The sidecar sends each request once. Send"
@@ -80,8 +80,8 @@ def _error(status: int, message: str) -> Resource:
     return {"body_format_override": {"text_format_source": {"inline_string": text}, "content_type": "application/json"}}
 
 
-def _details(expression: str) -> Resource:
-    """A filter of local responses by a CEL expression."""
+def cel_filter(expression: str) -> Resource:
+    """An access log's filter by a CEL expression."""
     cel = "type.googleapis.com/envoy.extensions.access_loggers.filters.cel.v3.ExpressionFilter"
     return {
         "extension_filter": {

@@ -82,7 +82,7 @@ def _report_headers(policy: Policy) -> list[Resource]:
     """What adds the report to a response, Envoy's own included. Lua would take three times as long."""
     if not policy.report_header:
         return []
-    value = f"%DYNAMIC_METADATA({FILTER_NAME}:report)%"
+    value = f"%DYNAMIC_METADATA({FILTER_NAME}:report:text)%"
     header = {"key": policy.report_header, "value": value}
     name = f"%CEL({_TO_A_PAGE} ? {_cel_text(policy.report_header)} : '')%"
     exposed = {"key": "access-control-expose-headers", "value": name}

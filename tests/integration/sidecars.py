@@ -45,10 +45,9 @@ def load(text: str) -> Policy:
     return parse_policies(text).default
 
 
-_OUTCOME = "|".join(OUTCOMES)
 _COUNTER = re.compile(
-    rf"^envoy_\w*lua\w*{NAMESPACE}_({_OUTCOME})(?:\{{.*\}})?$"
-    rf'|^envoy_cluster_upstream_cx_none_healthy\{{.*"{NAMESPACE}_({_OUTCOME})".*\}}$'
+    r'^envoy_vllm_priority_requests\{.*outcome="(\w+)".*\}$'
+    rf"|^envoy_\w*lua\w*{NAMESPACE}_({'|'.join(OUTCOMES)})(?:\{{.*\}})?$"
 )
 
 
@@ -128,7 +127,7 @@ class RunningSidecar:
     def counters(self) -> dict[str, float]:
         """Every sample of /stats/prometheus that counts an outcome: `name{labels}` to value.
 
-        From Envoy 1.38 on they are counters of the script's own, below that events of one cluster an outcome.
+        In an Envoy of ours they are Envoy's own, in another the script's, which exist from Envoy 1.38 on.
         """
         found = {}
         for line in self.get("/stats/prometheus").splitlines():

@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import socket
 import ssl
@@ -220,6 +221,25 @@ def test_a_policy_change_reaches_a_running_sidecar_and_changes_its_requests(
         until(lambda: plane.status("pod-1") == "SYNCED", "the sidecar on the new policy")
         text = plane.get("/metrics").text
         assert 'requests_total{result="found",type="extension_configs"} 2.0' in text, "one response for each policy"
+
+
+def test_the_metrics_of_a_sidecar_outlast_a_policy_change(policy: Path, start_sidecar: Callable[..., Address]) -> None:
+    configurations: list[Any] = []
+    with ControlPlane(policy) as plane:
+        sidecar = start_sidecar(plane.address, change=configurations.append)
+        admin = configurations[0]["admin"]["address"]["socket_address"]
+
+        def counted() -> float:
+            url = f"http://{admin['address']}:{admin['port_value']}/stats/prometheus"
+            text = httpx.get(url, trust_env=False).text
+            return sum(float(value) for value in re.findall(r"(?m)^envoy_vllm_priority_requests\{.*\} (.*)$", text))
+
+        until(lambda: applied(sidecar) == "1", "the first policy in the sidecar")
+        until(lambda: counted() >= 1, "the count of a request")
+        before = counted()
+        set_default(policy, 2)
+        until(lambda: applied(sidecar) == "2", "the new policy in the sidecar")
+        until(lambda: counted() > before, "the count of a request under the new policy")
 
 
 def test_a_policy_change_renames_and_removes_the_report_header_of_a_running_sidecar(

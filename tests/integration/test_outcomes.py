@@ -112,8 +112,9 @@ def test_an_outcome_is_seen_in_the_header_a_counter_and_the_access_log(
     assert answer.status == case.status
     assert answer.applied == case.report
     assert len(upstream.requests) == (1 if case.status == 200 else 0)
-    entry = front.logged_of(f"{name} {transport}")
-    assert entry["priority"] == case.report
+    entry = front.logged_of(f"{name} {transport}")  # Envoy counts a request when it logs it
+    assert (entry["report"], entry["outcome"]) == (case.report, case.outcome)
+    assert (entry["value"], entry["source"], entry["route"]) == (case.value, case.source, case.target)
     assert (entry["method"], entry["path"], entry["status"]) == ("POST", case.target, case.status)
     grown = {counter: value - before.get(counter, 0) for counter, value in front.counters().items()}
     assert sum(grown.values()) == 1, {counter: value for counter, value in grown.items() if value}
@@ -132,7 +133,7 @@ def test_what_is_not_edited_is_neither_counted_nor_logged(sidecar: SidecarFactor
     before = front.counters()
     assert call(front.address, "/v1/completions", b"{}", priority("5"), (b"X-Request-Id", b"other")).applied is None
     call(front.address, RENDER, b"{}", (b"X-Request-Id", b"edited route"))
-    assert front.logged_of("edited route")["priority"] == "none; outcome=absent"
+    assert front.logged_of("edited route")["report"] == "none; outcome=absent"
     assert '"other"' not in front.access_log.read_text()
     assert sum(front.counters().values()) - sum(before.values()) == 1
 

@@ -102,7 +102,7 @@ def test_it_is_inserted_before_the_router_of_every_http_chain_and_nowhere_else()
 
 def test_it_counts_by_no_cluster_that_the_mesh_does_not_have() -> None:
     value = _envoy_filter()["spec"]["configPatches"][0]["patch"]["value"]
-    assert '["count_by_cluster"] = false' in value["typed_config"]["default_source_code"]["inline_string"]
+    assert '["counts"] = true' in value["typed_config"]["default_source_code"]["inline_string"]
     assert value["typed_config"]["stat_prefix"] == "vllm_priority"
 
 
@@ -117,7 +117,7 @@ def test_a_waypoint_gets_the_script_for_the_traffic_of_one_service(role: Role) -
     document = _traffic_extension(role)
     assert (document["apiVersion"], document["kind"]) == ("extensions.istio.io/v1alpha1", "TrafficExtension")
     assert document["spec"]["targetRefs"] == [{"kind": "Service", "group": "", "name": f"vllm-{role}"}]
-    assert '["count_by_cluster"] = false' in document["spec"]["lua"]["inlineCode"]
+    assert '["counts"] = true' in document["spec"]["lua"]["inlineCode"]
     assert "namespace" not in document["metadata"]
 
 

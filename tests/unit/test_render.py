@@ -13,7 +13,6 @@ from control_plane.errors import BadInput
 from control_plane.policy.model import Policies, Policy
 from control_plane.render.bootstrap import bootstrap, node_metadata
 from control_plane.render.clusters import clusters
-from control_plane.render.filter import OUTCOMES
 from control_plane.render.listener import listeners
 from control_plane.render.placement import Attachment, Placement
 from control_plane.render.targets import TARGETS, render
@@ -133,7 +132,7 @@ def test_the_default_admin_is_on_loopback() -> None:
 
 def test_parts_that_a_placement_does_not_call_for_are_left_out() -> None:
     names = {cluster["name"] for cluster in clusters(Policy(), Placement.default("render"))}
-    assert names == {"upstream", *(f"vllm_priority_{outcome}" for outcome in OUTCOMES)}
+    assert names == {"upstream"}
     assert len(listeners(Policy(), Placement.default("render"))) == 1
 
 
