@@ -29,12 +29,14 @@ class PolicyModel(BaseModel):
 
 
 class Range(PolicyModel):
-    """Priorities that are let through, bounds included; null is no bound."""
+    """A range of valid priorities, bounds included."""
 
-    min: Int64 | None = Field(default=None, description="Smallest priority that is let through.")
-    max: Int64 | None = Field(default=None, description="Largest priority that is let through.")
+    min: Int64 | None = Field(default=None, description="Smallest valid priority. null: no bound.")
+    max: Int64 | None = Field(default=None, description="Largest valid priority. null: no bound.")
     outside: Literal["reject", "clamp"] = Field(
-        default="reject", description="reject: 400 (or as on_invalid says); clamp: the nearest bound is used."
+        default="reject",
+        description="What happens to a priority outside the range. reject: 400, or as on_invalid says; clamp: the "
+        "nearest bound replaces it.",
     )
 
     def contains(self, value: int) -> bool:

@@ -39,9 +39,9 @@ _Paths = Annotated[tuple[RoutePath, ...], Field(strict=False)]
 class Routes(PolicyModel):
     """The POST routes that are edited, by role; `extra` is added to both."""
 
-    render: Literal["default"] | _Paths = Field(default="default", description="Routes on render servers.")
-    engine: Literal["default"] | _Paths = Field(default="default", description="Routes on engines.")
-    extra: _Paths = Field(default=(), description="More routes, on both roles.")
+    render: Literal["default"] | _Paths = Field(default="default", description="Routes to edit on render servers.")
+    engine: Literal["default"] | _Paths = Field(default="default", description="Routes to edit on engines.")
+    extra: _Paths = Field(default=(), description="More routes to edit, on both roles.")
     root_path: Annotated[str, StringConstraints(pattern=r"^(/[^/?#%\s]+)+$", max_length=256)] | None = Field(
         default=None, description="The --root-path of vLLM: its routes are edited with and without this prefix."
     )
@@ -85,20 +85,22 @@ class Policy(PolicyModel):
     )
     on_invalid: Literal["reject", "ignore"] = Field(
         default="reject",
-        description="A header value that is no priority. reject: 400; ignore: the body's own value is used.",
+        description="What happens to a header value that is not a valid priority. reject: 400; ignore: the body's own "
+        "priority applies.",
     )
     on_unmovable: Literal["reject", "forward"] = Field(
         default="reject",
-        description="A priority on a body that is not JSON or is encoded. reject: 415; forward: as it came.",
+        description="What happens to a priority whose body is not JSON in UTF-8, or has a content-encoding. "
+        "reject: 415; forward: the request passes unchanged.",
     )
-    keep_header: bool = Field(default=False, description="Leave the header on the request once it was moved.")
+    keep_header: bool = Field(default=False, description="Whether the request keeps the header once it was moved.")
     report_header: HeaderName | None = Field(
-        default="x-vllm-priority-applied", description="Response header that says what was done; null: none."
+        default="x-vllm-priority-applied", description="Response header that reports what was done. null: none."
     )
     default: Int64 | ClassName | None = Field(
-        default=None, description="Priority (or class) of a request that names none; null: left to vLLM, which uses 0."
+        default=None, description="Priority or class of a request that names none. null: left to vLLM, which uses 0."
     )
-    range: Range = Field(default=Range(), description="Priorities that are let through.")
+    range: Range = Field(default=Range(), description="Range of valid priorities, bounds included.")
     classes: Mapping[ClassName, Int64] = Field(
         default={}, description="Names that the header may carry instead of a number."
     )
@@ -116,7 +118,7 @@ class Policy(PolicyModel):
     trust: Trust | None = Field(default=None, description="Who may name a priority. null: everyone.")
     tenants: Tenants | None = Field(default=None, description="Range, classes and default by tenant.")
     routes: Routes = Field(default=Routes(), description="The routes that are edited.")
-    limits: Limits = Field(default=Limits(), description="Bounds of the sidecar's own.")
+    limits: Limits = Field(default=Limits(), description="Limits that the sidecar sets.")
 
     @cached_property
     def as_json(self) -> str:
@@ -243,9 +245,11 @@ class Policy(PolicyModel):
 class NamedPolicy(PolicyModel):
     """A policy for the sidecars whose labels match; its keys replace those of the file's top level."""
 
-    name: PolicyName
-    selector: Mapping[str, str] = Field(description="Labels that a sidecar must all have. Empty: chosen by name only.")
-    policy: Policy
+    name: PolicyName = Field(description="Name of the policy: lower-case letters, digits and hyphens.")
+    selector: Mapping[str, str] = Field(
+        description="Labels that a sidecar must have, all of them. Empty: the policy is used by its name only."
+    )
+    policy: Policy = Field(description="Keys of a policy, as above.")
 
 
 class Policies(PolicyModel):
