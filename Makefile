@@ -90,8 +90,7 @@ check-golden: golden ## Fail where the golden files differ from what is rendered
 		{ echo "make: golden files differ. Look at the difference, and commit it if it is intended" >&2; exit 1; }
 
 docs: setup ## Build the documentation site into build/site, and check its links
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
-	@echo build/site/index.html
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 envoy-config: setup ## Write build/envoy/render.yaml and engine.yaml, checked by Envoy (POLICY=FILE for your policy)
 	@mkdir -p build/envoy

@@ -2,11 +2,15 @@
 
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from control_plane.cli import cli
@@ -177,9 +181,19 @@ def test_a_link_from_a_page_of_the_root_points_into_the_site() -> None:
     assert adapt_links("[it](../SECURITY.md)", "how-it-works.md") == "[it](threat-model.md)"
 
 
-def test_a_link_to_a_file_that_does_not_exist_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    adapt_links("[it](../../tests/no_such_file.py)", "guides/istio.md")
-    assert "no_such_file.py" in caplog.text
+@pytest.mark.parametrize("link", ["no_such_page.md", "performance.md#no-such-heading", "../no_such_file.py", "/docs"])
+def test_a_dead_link_fails_the_build(tmp_path: Path, link: str) -> None:
+    [options] = re.findall(r"mkdocs build (.*)", (ROOT / "Makefile").read_text())
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    with (tmp_path / "docs" / "index.md").open("a") as file:
+        file.write(f"[a link]({link})\n")
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text()) | {"hooks": [str(ROOT / "tools" / "docs_hook.py")]}
+    (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(config | {"docs_dir": "docs", "site_dir": "site"}))
+    command = [sys.executable, "-m", "mkdocs", "build", *options.split(), "--config-file", str(tmp_path / "mkdocs.yml")]
+    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert built.returncode == 1
+    assert f"contains {'an absolute' if link[0] == '/' else 'a'} link '{link}'" in built.stderr
+    assert "Aborted with 1 warnings" in built.stderr + built.stdout
 
 
 @pytest.mark.parametrize("name", ["README.md", *ROOT_PAGES.values()])
