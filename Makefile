@@ -92,13 +92,17 @@ check-golden: golden ## Fail where the golden files differ from what is rendered
 docs: setup ## Build the documentation site into build/site, and check its links
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-envoy-config: setup ## Write build/envoy/render.yaml and engine.yaml, checked by Envoy (POLICY=FILE for your policy)
+envoy-config: setup ## Write build/envoy for deploy/compose, checked by Envoy (POLICY=FILE for your policy)
 	@mkdir -p build/envoy
-	@for role in render engine; do \
-		$(BIN)/vllm-priority config --role $$role --target bootstrap --check $(if $(POLICY),--policy $(POLICY)) \
+	@port=8000; for role in render engine; do \
+		$(BIN)/vllm-priority config --role $$role --target bootstrap --check --policy $(or $(POLICY),/dev/null) \
+			--upstream $$role:$$port --control-plane control-plane:8080 --health 0.0.0.0:$$((port + 11002)) \
 			-o build/envoy/$$role.yaml || exit $$?; \
-		echo "build/envoy/$$role.yaml"; \
+		echo "build/envoy/$$role.yaml"; port=$$((port + 1)); \
 	done
+	@cat $(or $(POLICY),/dev/null) > build/envoy/policy.next
+	@# The containers read these files as another user. The control plane loads the policy as soon as it is replaced.
+	@chmod 755 build/envoy && chmod 644 build/envoy/* && mv build/envoy/policy.next build/envoy/policy.yaml
 
 check-jit: setup ## Check that LuaJIT compiles the loops of the JSON editor (a few seconds; measures no time)
 	$(BIN)/python tests/bench/jit_check.py

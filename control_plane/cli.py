@@ -1,6 +1,7 @@
 """The commands. Exit status: 0 done, 1 the thing asked about fails, 2 bad input: one line on stderr, no traceback."""
 
 import asyncio
+import contextlib
 import ipaddress
 import json
 import os
@@ -81,7 +82,7 @@ def _policy(path: str | None, name: str | None) -> Policy:
 _ALL = tuple(TARGETS)
 _FOR_EVERY_TARGET = ("role", "target", "policy", "policy_name", "output")
 _FOR_SOME_TARGETS = (
-    "spread", "upstream", "listen", "admin", "control_plane", "access_log", "request_timeout", "memory_limit",
+    "spread", "upstream", "listen", "admin", "control_plane", "health", "access_log", "request_timeout", "memory_limit",
     "namespace", "selector", "gateway", "envoy", "check",
 )  # fmt: skip
 USED_BY: Mapping[str, tuple[str, ...]] = {_option_of(field): _ALL for field in _FOR_EVERY_TARGET} | {
@@ -265,6 +266,7 @@ def validate(path: str, as_json: bool) -> None:
 @_listen
 @_admin
 @_control_plane
+@_option("--health", metavar="HOST:PORT", help="Address for GET /ready and GET /stats/prometheus. Default: none.")
 @_option("--access-log", metavar="FILE", default="/dev/stdout", show_default=True, help="Envoy's access log.")
 @_request_timeout
 @_memory_limit(help="Memory that Envoy may use, such as 1280Mi. Default: 1280Mi.")
@@ -289,6 +291,7 @@ def config(
     listen: str | None,
     admin: str | None,
     control_plane: str | None,
+    health: str | None,
     access_log: str,
     request_timeout: int,
     memory_limit: str | None,
@@ -309,6 +312,7 @@ def config(
         access_log=access_log,
         request_timeout_seconds=request_timeout,
         control_plane=Address.parse(control_plane, "--control-plane") if control_plane is not None else None,
+        health=_own_address(health, "--health") if health is not None else None,
         policy_name=policy_name,
         attachment=Attachment.parse(namespace, selector, gateway),
         memory_limit_bytes=(
@@ -372,7 +376,10 @@ def run(
     drain_accept_seconds: float | None,
     spread: bool,
 ) -> None:
-    """Run a sidecar in the foreground, in front of a vLLM server that is running."""
+    """Run a sidecar in the foreground, in front of a vLLM server that is running.
+
+    SIGHUP reads the file of --policy again, and no connection is lost. SIGTERM and SIGINT drain first.
+    """
     placement = replace(
         _placement(role, upstream, listen, admin, spread=spread),
         access_log=access_log,
@@ -394,14 +401,22 @@ def run(
     chosen = _policy(policy, policy_name)
     program = sidecar.find_envoy(envoy)
     placement = sidecar.bounded(placement, concurrency)
-    sidecar.run_foreground(
-        bootstrap(chosen, placement),
-        placement,
-        program,
-        concurrency=concurrency,
-        drain_seconds=drain_seconds,
-        accept_seconds=drain_accept_seconds,
-    )
+    with contextlib.ExitStack() as stack:
+        reload = None
+        if policy is not None and control_plane is None:
+            from control_plane.server.local import LocalControlPlane
+
+            local = stack.enter_context(LocalControlPlane(Path(policy)))
+            placement, reload = replace(placement, control_plane=local.address, refresh_seconds=1), local.reload
+        sidecar.run_foreground(
+            bootstrap(chosen, placement),
+            placement,
+            program,
+            concurrency=concurrency,
+            drain_seconds=drain_seconds,
+            accept_seconds=drain_accept_seconds,
+            reload=reload,
+        )
 
 
 @cli.command(

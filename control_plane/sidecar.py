@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import IO, Self
 import httpx
 
 from control_plane.address import Address
-from control_plane.errors import BadInput, EnvoyError
+from control_plane.errors import BadInput, CheckFailed, EnvoyError
 from control_plane.injector.settings import ENVOY_VERSION
 from control_plane.render.loggers import STANDARD_STREAMS
 from control_plane.render.placement import Placement
@@ -64,12 +64,19 @@ def find_envoy(explicit: str | None = None) -> Path:
 
 
 def envoy_version(envoy: Path) -> str:
-    """Such as "1.40.0"; BadInput where the program does not answer like an Envoy."""
+    """Return the version, such as "1.40.0".
+
+    BadInput if the program is not an Envoy. EnvoyError if it was killed or took too long: another try may succeed.
+    """
     try:
-        answer = subprocess.run([envoy, "--version"], capture_output=True, text=True, timeout=30, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BadInput(f"Envoy: {envoy} cannot be run: {error}; next: name one with --envoy") from None
-    found = re.search(r"version: [0-9a-f]+/(\d+\.\d+\.\d+[^/]*)/", answer)
+        done = subprocess.run([envoy, "--version"], capture_output=True, text=True, timeout=30, check=False)
+    except OSError as error:
+        raise BadInput(f"Envoy: {envoy} cannot be run: {error}. Name another one with --envoy.") from None
+    except subprocess.TimeoutExpired:
+        raise EnvoyError(f"Envoy: {envoy} --version did not end within 30 s. Try again.") from None
+    if done.returncode < 0:
+        raise EnvoyError(f"Envoy: {envoy} --version was killed by signal {-done.returncode}. Try again.")
+    found = re.search(r"version: [0-9a-f]+/(\d+\.\d+\.\d+[^/]*)/", done.stdout)
     if found is None:
         raise BadInput(f"Envoy: {envoy} does not answer --version like an Envoy does; next: name one with --envoy")
     return found[1]
@@ -286,10 +293,12 @@ def run_foreground(
     concurrency: int,
     drain_seconds: float,
     accept_seconds: float,
+    reload: Callable[[], str] | None = None,
 ) -> None:
     """Run Envoy until it ends or a SIGTERM or SIGINT comes, which drains it first (see Sidecar.drain).
 
-    A second signal ends it at once. SIGHUP and SIGUSR1 (which reopens the access log) are passed on.
+    A second signal ends it at once. SIGHUP and SIGUSR1 reopen the access log. SIGHUP also calls `reload`, which reads
+    the policy again and returns what to log. systemd is told when Envoy listens and when it drains (Type=notify).
     """
     version = envoy_version(envoy)
     for what, address in (("--listen", placement.listen), ("--admin", placement.admin)):
@@ -314,7 +323,8 @@ def run_foreground(
             f"{placement.role} sidecar listens on {placement.listen}, forwards to {placement.upstream}, "
             f"admin on {placement.admin}, accepts {placement.max_connections} connections, Envoy {version}"
         )
-        watch = ControlPlaneWatch(placement.control_plane) if placement.control_plane else None
+        _notify("READY=1")
+        watch = ControlPlaneWatch(placement.control_plane) if placement.control_plane and not reload else None
         next_look = time.monotonic()
         while process.poll() is None:
             if not signals:
@@ -327,10 +337,16 @@ def run_foreground(
             received = signals.pop(0)
             if received in (signal.SIGHUP, signal.SIGUSR1):
                 process.send_signal(signal.SIGUSR1)
+                if reload and received == signal.SIGHUP:
+                    line = reload()
+                    _say(line)
+                    _notify(f"STATUS={line}")
                 continue
             for again in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(again, lambda *_: sidecar.kill())
             _say(f"draining for at most {drain_seconds:g} s")
+            # In place of the unit's TimeoutStopSec. What follows a drain takes a few seconds more.
+            _notify(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={int((drain_seconds + 10) * 1_000_000)}")
             sidecar.drain(drain_seconds, accept_seconds)
             return
     if process.returncode != 0:
@@ -358,6 +374,14 @@ def _say(line: str) -> None:
         print(f"vllm-priority: {line}", flush=True, file=sys.stderr)
 
 
+def _notify(state: str) -> None:
+    """Tell systemd about a change of state, as sd_notify(3) does. Without systemd's socket, do nothing."""
+    name = os.environ.get("NOTIFY_SOCKET", "")
+    if name:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
+            notify.sendto(state.encode(), "\0" + name[1:] if name.startswith("@") else name)
+
+
 def _pass_on(log: IO[bytes], descriptor: int) -> None:
     """Copy Envoy's log, line by line, without what ControlPlaneWatch says instead."""
     with log:
@@ -379,7 +403,7 @@ def _check_upstream(address: Address, timeout: float = 2.0) -> str | None:
 
 
 def _check_writable(access_log: str) -> None:
-    """BadInput where the file cannot be appended to: Envoy would say so in many lines."""
+    """CheckFailed if the file cannot be appended to: Envoy would log that in many lines."""
     if access_log in STANDARD_STREAMS:
         return  # Envoy writes to the descriptor
     try:
@@ -387,19 +411,24 @@ def _check_writable(access_log: str) -> None:
             pass
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise BadInput(f"--access-log: {access_log!r} cannot be written: {reason}; allowed: a file or device") from None
+        raise CheckFailed(
+            f"--access-log: {access_log!r} cannot be written: {reason}. Use a file or a device."
+        ) from None
 
 
 def _check_free(address: Address, what: str) -> None:
-    """BadInput where something listens there already. Envoy itself would share the port in silence (SO_REUSEPORT)."""
+    """CheckFailed if nothing can listen there at present.
+
+    Envoy itself would share a port that is in use without a word (SO_REUSEPORT).
+    """
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((address.host, address.port))
     except OSError as error:
-        raise BadInput(
-            f"{what}: cannot listen on {address}: {error.strerror or error}; allowed: a free port of this machine"
+        raise CheckFailed(
+            f"{what}: cannot listen on {address}: {error.strerror or error}. Use a free port of this machine."
         ) from None
 
 

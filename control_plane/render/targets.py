@@ -29,7 +29,9 @@ class Target:
 _ENVOY = frozenset({"spread", "upstream", "listen", "control_plane", "access_log", "request_timeout", "memory_limit"})
 
 TARGETS: Mapping[str, Target] = {
-    "bootstrap": Target(lambda policy, placement: [bootstrap(policy, placement)], _ENVOY | {"admin", "check", "envoy"}),
+    "bootstrap": Target(
+        lambda policy, placement: [bootstrap(policy, placement)], _ENVOY | {"admin", "health", "check", "envoy"}
+    ),
     "xds": Target(xds, _ENVOY),
     "istio": Target(istio, frozenset({"namespace", "selector"})),
     "istio-waypoint": Target(istio_waypoint, frozenset({"namespace", "upstream"})),

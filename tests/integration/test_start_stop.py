@@ -28,7 +28,7 @@ from .conftest import RENDER
 from .dns import NameServer
 from .test_run import JSON, Held, Running, command, free_address, post
 from .upstream import WAIT, Connection, RecordingUpstream, Request, response
-from .wire import Http2
+from .wire import Http1, Http2
 
 Start = Callable[..., Running]
 
@@ -218,6 +218,101 @@ def test_it_drains_though_nobody_reads_what_it_says(envoy: Path, upstream: Recor
         assert process.wait(2 * WAIT) == 0
     finally:
         process.kill()
+
+
+# ----- under systemd
+
+
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
+    """Receives what a service tells systemd (Type=notify). The empty string: nothing within the time."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notify:
+        notify.bind(str(tmp_path / "notify"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+
+        def message() -> str:
+            notify.settimeout(3 * WAIT)
+            return notify.recv(4096).decode()
+
+        yield message
+
+
+def test_systemd_is_told_when_it_listens_and_how_long_a_drain_may_take(
+    told: Callable[[], str], start: Start, upstream: RecordingUpstream
+) -> None:
+    running = start(upstream.address, "--drain-seconds", "120", "--drain-accept-seconds", "0")
+    assert told() == "READY=1"
+    assert post(running.listen)[0] == 200
+    running.process.send_signal(signal.SIGTERM)
+    assert told() == "STOPPING=1\nEXTEND_TIMEOUT_USEC=130000000"
+    assert running.ended() == 0
+
+
+def test_systemd_is_not_told_that_it_is_ready_where_it_cannot_start(
+    told: Callable[[], str], envoy: Path, upstream: RecordingUpstream
+) -> None:
+    done = subprocess.run(
+        run_command(envoy, upstream.address, upstream.address), capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == 2, "one address for both is a configuration that can never work"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = Address("127.0.0.1", server.getsockname()[1])
+        done = subprocess.run(run_command(envoy, upstream.address, taken), capture_output=True, timeout=60, check=False)
+    assert done.returncode == 1
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as last:
+        last.sendto(b"nothing came before", os.environ["NOTIFY_SOCKET"])
+    assert told() == "nothing came before"
+
+
+def test_a_reload_under_load_applies_the_new_policy_and_loses_no_request(
+    told: Callable[[], str], start: Start, upstream: RecordingUpstream, tmp_path: Path
+) -> None:
+    upstream.handler = two_milliseconds
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("classes: {batch: 10}\n")
+    running = start(upstream.address, "--policy", str(policy))
+    assert told() == "READY=1"
+    (child,) = running.envoys()
+
+    def moved(name: str) -> str | None:
+        with Http1(running.listen) as client:
+            return client.post(RENDER, [JSON, (b"X-Vllm-Priority", name.encode())], b"{}").applied
+
+    with Balancer(running.listen, True) as balancer:
+        assert moved("batch") == "10; source=class; outcome=inserted"
+        policy.write_text("classes: {batch: 20}\n")
+        running.process.send_signal(signal.SIGHUP)
+        assert told() == f"STATUS=loaded {policy}; new requests follow it within 2 s"
+        until(lambda: moved("batch") == "20; source=class; outcome=inserted", "the new policy")
+
+        policy.write_text("classes: {batch: high}\n")
+        running.process.send_signal(signal.SIGHUP)
+        rejected = told()
+        assert "batch" in rejected
+        assert rejected.endswith("The sidecar keeps its last policy.")
+        time.sleep(2)
+        assert moved("batch") == "20; source=class; outcome=inserted"
+
+        policy.write_text("limits: {max_body_bytes: 99}\n")
+        running.process.send_signal(signal.SIGHUP)
+        assert "Restart the sidecar for ordinary, routes.root_path and limits.max_body_bytes" in told()
+        balancer.stop()
+        assert balancer.lost == []
+    assert running.envoys() == [child]
+    assert rejected.removeprefix("STATUS=") in running.log.read_text()
+
+
+def test_it_runs_where_its_files_are_for_its_own_user_alone(
+    start: Start, upstream: RecordingUpstream, tmp_path: Path
+) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("default: 3\n")
+    before = os.umask(0o077)
+    try:
+        running = start(upstream.address, "--policy", str(policy))
+    finally:
+        os.umask(before)
+    assert post(running.listen)[0] == 200
 
 
 # ----- names

@@ -605,6 +605,7 @@ CHANGES = {
     "--listen": ["127.0.0.1:9001"],
     "--admin": ["127.0.0.1:9002"],
     "--control-plane": ["127.0.0.1:9003"],
+    "--health": ["127.0.0.1:9004"],
     "--access-log": ["/dev/null"],
     "--request-timeout": ["60"],
     "--memory-limit": ["512Mi"],

@@ -1,6 +1,7 @@
-"""deploy/compose: the compose file by docker compose itself, and the script with the simulator in vLLM's place."""
+"""deploy/compose: the compose file as docker compose reads it, and the names that the other files use."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,6 @@ import pytest
 import yaml
 
 from control_plane.injector.settings import ENVOY_IMAGE
-from control_plane.policy.model import Policy
-from control_plane.render.bootstrap import bootstrap
-from control_plane.render.placement import DEFAULT_LISTEN, DEFAULT_UPSTREAM, Placement
 from control_plane.vllm import ROLES
 from tools.fetch_tools import fetch
 
@@ -30,27 +28,27 @@ def services() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_sidecar_reads_what_make_envoy_config_writes(services: dict[str, Any], role: str) -> None:
-    sidecar = services[f"{role}-sidecar"]
-    assert sidecar["image"] == ENVOY_IMAGE
-    assert sidecar["command"][:2] == ["-c", f"/etc/envoy/{role}.yaml"]
-    (mount,) = sidecar["volumes"]
-    assert mount["target"] == "/etc/envoy"
-    assert Path(mount["source"]) == FOLDER.parent.parent / "build" / "envoy"
-
-
-@pytest.mark.parametrize("role", ROLES)
-def test_only_the_sidecars_port_is_published_and_the_server_is_where_it_looks(
+def test_a_sidecar_and_the_control_plane_read_what_make_envoy_config_writes(
     services: dict[str, Any], role: str
 ) -> None:
-    built = bootstrap(Policy(), Placement.default(role))  # type: ignore[arg-type]
-    listen = built["static_resources"]["listeners"][0]["address"]["socket_address"]["port_value"]
-    assert listen == DEFAULT_LISTEN[role].port  # type: ignore[index]
-    assert [(p["host_ip"], p["target"]) for p in services[f"{role}-sidecar"]["ports"]] == [("127.0.0.1", listen)]
-    server = services[role]
-    assert "ports" not in server
-    assert server["network_mode"] == f"service:{role}-sidecar"
-    assert f"--port={DEFAULT_UPSTREAM[role].port}" in server["command"]  # type: ignore[index]
+    sidecar, control_plane = services[f"{role}-sidecar"], services["control-plane"]
+    assert sidecar["image"] == ENVOY_IMAGE
+    assert sidecar["command"][:2] == ["-c", f"/etc/envoy/{role}.yaml"]
+    assert control_plane["command"][:3] == ["serve", "--policy", "/etc/envoy/policy.yaml"]
+    for service in (sidecar, control_plane):
+        (mount,) = service["volumes"]
+        assert mount["target"] == "/etc/envoy"
+        assert Path(mount["source"]) == FOLDER.parent.parent / "build" / "envoy"
+
+
+def test_each_service_has_its_own_network_and_restarts_and_no_vllm_server_is_published(
+    services: dict[str, Any],
+) -> None:
+    for name, service in services.items():
+        assert "network_mode" not in service, name
+        assert service["restart"] == "unless-stopped", name
+        assert service["logging"]["options"] == {"max-file": "5", "max-size": "10m"}, name
+    assert all("ports" not in services[role] for role in ROLES)
 
 
 def test_the_engine_orders_by_priority_and_serves_the_scale_out_routes(services: dict[str, Any]) -> None:
@@ -79,7 +77,11 @@ def test_the_unit_and_the_script_name_options_that_the_command_has() -> None:
 
     known = {name for parameter in cli.commands["run"].params for name in parameter.opts}
     for file in ("vllm-priority@.service", "run-pair.sh"):
-        lines = [line for line in (FOLDER / file).read_text().splitlines() if "vllm-priority run --" in line]
+        lines = [
+            line
+            for line in (FOLDER / file).read_text().splitlines()
+            if re.search("(vllm-priority run|start_sidecar) --", line)
+        ]
         assert lines
         for line in lines:
             used = {word for word in line.split() if word.startswith("--")}
