@@ -80,7 +80,11 @@ filter_chains:
           - name: default
             match: {prefix: /}
             decorator: {operation: "vllm.default.svc.cluster.local:8000/*"}
-            route: {cluster: inbound|8000||, timeout: 0s, max_stream_duration: {max_stream_duration: 0s, grpc_timeout_header_max: 0s}}
+            route:
+              cluster: inbound|8000||
+              timeout: 0s
+              max_stream_duration: {max_stream_duration: 0s, grpc_timeout_header_max: 0s}
+              retry_policy: {retry_on: reset-before-request, num_retries: 2}
 - name: virtualInbound-catchall-http
   filter_chain_match: {transport_protocol: raw_buffer}
   filters: *http
@@ -118,11 +122,17 @@ def apply_envoy_filter(envoy_filter: dict[str, Any], listener: dict[str, Any]) -
             for network_filter in chain["filters"]
             if network_filter["name"] == "envoy.filters.network.http_connection_manager"
         ]
-        if patch["applyTo"] == "VIRTUAL_HOST":
+        if patch["applyTo"] in {"VIRTUAL_HOST", "HTTP_ROUTE"}:
             assert patch["patch"]["operation"] == "MERGE"
             for manager in managers:
                 for host in manager.get("route_config", {}).get("virtual_hosts", []):
-                    host.update(patch["patch"]["value"])
+                    if patch["applyTo"] == "VIRTUAL_HOST":
+                        _merge(host, patch["patch"]["value"])
+                        continue
+                    assert patch["match"]["routeConfiguration"] == {"vhost": {"route": {"action": "ROUTE"}}}
+                    for route in host["routes"]:
+                        if "route" in route:
+                            _merge(route, patch["patch"]["value"])
             continue
         assert patch["applyTo"] == "HTTP_FILTER"
         assert patch["patch"]["operation"] == "INSERT_BEFORE"
@@ -130,6 +140,17 @@ def apply_envoy_filter(envoy_filter: dict[str, Any], listener: dict[str, Any]) -
         for manager in managers:
             names = [entry["name"] for entry in manager["http_filters"]]
             manager["http_filters"].insert(names.index(wanted), patch["patch"]["value"])
+
+
+def _merge(into: dict[str, Any], value: dict[str, Any]) -> None:
+    """What protobuf's Merge does: messages are merged, lists are appended, and the rest is replaced."""
+    for key, new in value.items():
+        if isinstance(new, dict):
+            _merge(into.setdefault(key, {}), new)
+        elif isinstance(new, list):
+            into[key] = [*into.get(key, []), *new]
+        else:
+            into[key] = new
 
 
 class IstioSidecar(RunningSidecar):
@@ -143,13 +164,17 @@ class IstioSidecar(RunningSidecar):
 
 
 class GatewayProxy(RunningSidecar):
-    """Envoy Gateway 1.9's proxy with the target envoy-gateway's two objects translated.
+    """Envoy Gateway 1.9.0's proxy with the target envoy-gateway's two objects translated.
 
-    The script stands in the listener's filter, off, under the policy's name; the route names it, which turns it on.
-    Other paths go to the same Service by an HTTPRoute of its owner's, for the tests' sake.
+    Each script stands in a filter of its own in the listener, off; the route turns it on. Other paths go to the same
+    Service by an HTTPRoute of its owner's, for the tests' sake.
     """
 
-    scripts_in_routes = False
+    @staticmethod
+    def lua(index: int, policy_name: str, source: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+        """The name of a script's filter, its configuration in the listener, and in the route."""
+        per_route = {"@type": "type.googleapis.com/envoy.config.route.v3.FilterConfig", "config": {}}
+        return f"envoy.filters.http.lua/{policy_name}", {"default_source_code": source}, per_route
 
     def configuration(self, policy: Policy, placement: Placement) -> dict[str, Any]:
         service = Placement.default(self.role, "envoy-gateway").upstream
@@ -161,16 +186,9 @@ class GatewayProxy(RunningSidecar):
         (manager,) = (entry["typed_config"] for entry in listener["filter_chains"][0]["filters"])
         per_filter: dict[str, Any] = {}
         for index, lua in enumerate(extension["spec"]["lua"]):
-            source = {"inline_string": lua["inline"]}
-            name = f"envoy.filters.http.lua/default/eg/http/{index}"
-            policy_name = f"default/{extension['metadata']['name']}/lua/{index}"
-            lua_filter: dict[str, Any] = {"@type": f"{_API}.http.lua.v3.Lua"}
-            per_route: dict[str, Any] = {"@type": f"{_API}.http.lua.v3.LuaPerRoute"}
-            if self.scripts_in_routes:
-                per_route["source_code"] = source
-            else:
-                lua_filter["source_codes"] = {policy_name: source}
-                per_route["name"] = policy_name
+            policy_name = f"envoyextensionpolicy/default/{extension['metadata']['name']}/lua/{index}"
+            name, lua_filter, per_route = self.lua(index, policy_name, {"inline_string": lua["inline"]})
+            lua_filter = {"@type": f"{_API}.http.lua.v3.Lua", **lua_filter}
             manager["http_filters"].insert(index, {"name": name, "disabled": True, "typed_config": lua_filter})
             per_filter[name] = per_route
         routes = [
@@ -179,10 +197,12 @@ class GatewayProxy(RunningSidecar):
                     "path": match["path"]["value"],
                     "headers": [{"name": ":method", "string_match": {"exact": match["method"]}}],
                 },
-                "route": {"cluster": "httproute/default/vllm/rule/0", "timeout": rule["timeouts"]["request"]},
+                # Without a request timeout there is no idle timeout either (internal/xds/translator/route.go).
+                "route": {"cluster": "httproute/default/vllm/rule/0", "timeout": "0s", "idle_timeout": "0s"},
                 "typed_per_filter_config": per_filter,
             }
             for rule in route["spec"]["rules"]
+            if rule["timeouts"] == {"request": "0s"}
             for match in rule["matches"]
         ]
         other = {"match": {"prefix": "/"}, "route": {"cluster": "httproute/default/vllm/rule/0", "timeout": "0s"}}
@@ -196,7 +216,19 @@ class GatewayProxy(RunningSidecar):
 class OlderGatewayProxy(GatewayProxy):
     """Before 1.9 the script stood in each route."""
 
-    scripts_in_routes = True
+    @staticmethod
+    def lua(index: int, policy_name: str, source: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+        per_route = {"@type": f"{_API}.http.lua.v3.LuaPerRoute", "source_code": source}
+        return f"envoy.filters.http.lua/{index}", {}, per_route
+
+
+class NewerGatewayProxy(GatewayProxy):
+    """After 1.9.0, on the main branch, policies share the listener's filters, and the route names the script."""
+
+    @staticmethod
+    def lua(index: int, policy_name: str, source: dict[str, Any]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+        per_route = {"@type": f"{_API}.http.lua.v3.LuaPerRoute", "name": policy_name}
+        return f"envoy.filters.http.lua/default/eg/http/{index}", {"source_codes": {policy_name: source}}, per_route
 
 
 def _bootstrap(listener: dict[str, Any], clusters: list[dict[str, Any]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from control_plane.vllm import Role
 
 from . import test_body, test_meaning, test_transport
 from .conftest import GENERATE, MESSAGES, RENDER, SidecarFactory, run_sidecars
-from .meshes import GatewayProxy, OlderGatewayProxy
+from .meshes import GatewayProxy, NewerGatewayProxy, OlderGatewayProxy
 from .oracle import assert_moved
 from .test_istio import ISTIOS_OWN, cases
 from .test_transport import image as image  # a fixture of its cases
@@ -41,7 +41,11 @@ TestMeaning = cases(test_meaning, GATEWAYS_OWN | BY_ROLE)
 TestTransport = cases(test_transport, GATEWAYS_OWN)
 
 
-@pytest.fixture(scope="module", params=[GatewayProxy, OlderGatewayProxy], ids=["since-1.9", "before-1.9"])
+@pytest.fixture(
+    scope="module",
+    params=[OlderGatewayProxy, GatewayProxy, NewerGatewayProxy],
+    ids=["before-1.9", "1.9.0", "after-1.9"],
+)
 def gateway(
     request: pytest.FixtureRequest,
     envoy: Path,
