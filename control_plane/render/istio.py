@@ -16,6 +16,9 @@ from control_plane.render.objects import ROLE_LABEL, object_metadata, service_re
 from control_plane.render.placement import Placement
 from control_plane.render.templates import Resource, render_template
 
+_MAX_RETRIED_BYTES = 1048576
+"""The longest body that Envoy's router keeps for a retry where no limit is set: its default buffer limit."""
+
 
 def istio(policy: Policy, placement: Placement) -> list[Resource]:
     """An EnvoyFilter for the Istio sidecars of the selected pods: the filter, right before their router.
@@ -30,6 +33,7 @@ def istio(policy: Policy, placement: Placement) -> list[Resource]:
             filter_name=FILTER_NAME,
             deferred_name=DEFERRED_NAME,
             held_bytes=held_bytes(policy),
+            max_retried=_MAX_RETRIED_BYTES,
             typed_config=filter_config(policy, placement.role, "mesh"),
             deferred_config=deferred_config(policy, "mesh"),
         )

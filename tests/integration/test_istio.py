@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,9 +15,11 @@ from control_plane.render.placement import Placement
 from . import test_body, test_meaning, test_transport
 from .conftest import RENDER, SidecarFactory, run_sidecars
 from .meshes import IstioSidecar
+from .sidecars import RunningSidecar
+from .test_run import FIVE, JSON, Held, free_address
 from .test_transport import image as image  # a fixture of its cases
 from .upstream import RecordingUpstream
-from .wire import call, priority
+from .wire import Header, Http1, call, priority
 
 # What a mesh decides, not the filter: its clocks, its pool, who says 100 Continue, whether it decodes %72 in a path.
 ISTIOS_OWN = {
@@ -72,6 +75,56 @@ def test_a_path_is_matched_whatever_the_mesh_made_of_it(
 def test_no_counter_of_ours_is_a_cluster_of_the_mesh(sidecar: SidecarFactory) -> None:
     names = {cluster["name"] for cluster in sidecar().config("Cluster")}
     assert names == {"inbound|8000||", "BlackHoleCluster"}
+
+
+MEBIBYTE = 1024**2
+
+
+def _grown(front: RunningSidecar, upstream: RecordingUpstream, headers: list[Header], framing: str) -> int:
+    """How many bytes Envoy grew by while the upstream had four requests of 20 MB and had not responded yet."""
+    idle = front.peak_memory()
+    upstream.keep_bodies = False
+    upstream.handler = held = Held()
+    body = b'{"a":"%b"}' % (b"x" * (20 * MEBIBYTE))
+
+    def send() -> int:
+        with Http1(front.address, 60) as client:
+            return client.post(RENDER, [JSON, *headers], body, framing=framing).status
+
+    with ThreadPoolExecutor(4) as pool:
+        sent = [pool.submit(send) for _ in range(4)]
+        for request in upstream.wait(4, 60):
+            assert request.complete.wait(60)
+        grown = front.peak_memory() - idle
+        held.go.set()
+        assert [each.result() for each in sent] == [200] * 4
+    return grown
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+def test_a_body_that_is_not_edited_is_not_kept_for_a_retry(
+    sidecar: SidecarFactory, upstream: RecordingUpstream, framing: str
+) -> None:
+    grown = _grown(sidecar(fresh=True), upstream, [], framing)
+    assert grown < 20 * MEBIBYTE, f"{grown / MEBIBYTE:.0f} MB"
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+def test_an_edited_body_is_kept_once(sidecar: SidecarFactory, upstream: RecordingUpstream, framing: str) -> None:
+    grown = _grown(sidecar(fresh=True), upstream, [FIVE], framing)
+    assert grown < 110 * MEBIBYTE, f"{grown / MEBIBYTE:.0f} MB for 80 MB"
+
+
+@pytest.mark.parametrize(("size", "retries"), [(2, 2), (2 * MEBIBYTE, 0)])
+def test_istio_retries_a_request_whose_body_envoy_would_keep_without_the_filter(
+    envoy: Path, tmp_path: Path, size: int, retries: int
+) -> None:
+    front = IstioSidecar(envoy, tmp_path, "render", Policy(), free_address())
+    try:
+        assert call(front.address, RENDER, b"{}".ljust(size), priority("5")).status == 503
+        assert front.stats()["cluster.inbound|8000||.upstream_rq_retry"] == retries
+    finally:
+        front.stop()
 
 
 class _RoutedByPriority(IstioSidecar):
