@@ -16,7 +16,8 @@ local MAX_BODY = settings.max_body_bytes
 -- every proxy holds: Envoy Gateway's own limit is the lowest.
 local HELD_HERE = 32768
 
--- A longer body that turns out to be malformed after a value was replaced keeps the new value. It stays malformed.
+-- A longer body that turns out to be malformed after a value was replaced is rejected: to put the old value back, the
+-- deferred filter would have to copy all of it.
 local MAX_PATCHED = 1048576
 
 -- Of a request that is rejected, a body up to this size is read to its end first: a client that is still sending would
@@ -161,9 +162,11 @@ local function edit_passing(handle, length, verdict, route, why)
   if why then
     return reject_deferred(handle, why)
   end
-  local patches = passed <= MAX_PATCHED and json_edit.patches(editor)
-  if patches then
+  local patches = json_edit.patches(editor)
+  if patches and passed <= MAX_PATCHED then
     tell_deferred(handle, "patches", body.write_patches(patches))
+  elseif patches ~= nil then
+    reject_deferred(handle, rejection.OF_UNREAD_BODY[json_edit.failure(editor)])
   end
 end
 
@@ -246,8 +249,11 @@ function envoy_on_request(handle)
   local headers = handle:headers()
   local content_type = headers:get("content-type")
   if content_type and find(content_type, ",", 1, true) then
-    content_type = priority.repeated_line(content_type) or content_type
-    headers:replace("content-type", content_type)
+    local line = priority.repeated_line(content_type)
+    if line then
+      headers:replace("content-type", line)
+      content_type = line
+    end
   end
   local kind, route = route_of(headers:get(":path"))
   if not kind or headers:get(":method") ~= "POST" then

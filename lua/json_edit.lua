@@ -26,7 +26,7 @@ local MAX_FOUND, MAX_VALUE = 256, 4096
 -- reported; a longer one would have to be remembered.
 local MIN_LAZY, MAX_LAZY = 16384, 1048576
 
--- The most bytes of old values that are put back into a malformed text. With more, it keeps the new values.
+-- The most bytes of old values that can be put back into a malformed text.
 local MAX_UNDO = 65536
 
 local BYTE_ORDER_MARK, CLOSE_OBJECT, OPEN_OBJECT = "\239\187\191", 125, 123
@@ -233,6 +233,11 @@ function json_edit.failure(editor)
   return editor.failed
 end
 
+-- The bytes that are held back at the end of a text, which is then malformed, or "".
+function json_edit.held_back(editor)
+  return editor.value or ""
+end
+
 -- Ends the text. Returns its outcome: "inserted", "replaced", "kept" (a member was there and was to stay) or "absent"
 -- (none was there, and none was to be inserted), or nil and the reason why it is not edited. That is what the replacing
 -- function has returned as a failure, or:
@@ -266,10 +271,10 @@ end
 -- where there is nothing to do.
 --
 -- For a sound text that is a member that belongs into a piece that had already passed; for one that is not edited, it
--- is whatever had been changed before the fault was found.
+-- is whatever had been changed before the fault was found, or false where that is too much to put back.
 function json_edit.patches(editor)
   if editor.failed then
-    return editor.undo_bytes <= MAX_UNDO and editor.undo or nil
+    return editor.undo and (editor.undo_bytes <= MAX_UNDO and editor.undo)
   end
   return editor.late and { editor.late }
 end

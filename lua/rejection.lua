@@ -64,7 +64,8 @@ for failure, why in pairs(rejection.OF_BODY) do
   rejection.OF_UNREAD_BODY[failure] = {
     outcome = why.outcome,
     status = why.status or 400,
-    message = why.message or format("the body %s, so that its priority cannot be checked. Send a JSON object", why.why),
+    message = why.message
+      or format("the body %s, so that its priority cannot be set or checked. Send a JSON object", why.why),
   }
 end
 

@@ -2,6 +2,8 @@
 
 local settings, json_edit, priority, body, report = ...
 
+local tonumber = tonumber
+
 local NAMESPACE, REPORT = report.NAMESPACE, settings.report_header
 
 local response = {}
@@ -18,40 +20,79 @@ function response.expect(handle, verdict, route)
   })
 end
 
-local function edit(handle, headers, verdict)
-  local route = verdict.route
-  local encoding = headers:get("content-encoding")
-  local outcome = "response_edited"
-  if headers:get(":status") ~= "200" or not priority.is_json(headers:get("content-type")) then
-    outcome, verdict = "upstream_error", nil
-  elseif encoding and encoding ~= "identity" then
-    outcome, verdict = "unsupported_encoding", nil
-  end
+-- A response up to this size is held until it is edited, so that the report says what was done. A longer one, and one
+-- of unknown length, is edited while it passes, and its header says what is about to be done.
+local HELD_HERE = 131072
+
+local function say(handle, headers, outcome, verdict, route)
   report.note(handle, outcome, verdict, route)
   if REPORT then
     headers:replace(REPORT, report.of(outcome, verdict))
   end
-  if not verdict then
-    return report.tell(handle, outcome, nil, route)
+end
+
+-- What a whole response has become, and its verdict.
+local function finish(editor, verdict)
+  local edited, failure = json_edit.finish(editor)
+  if edited then
+    return "response_edited", verdict
   end
+  return failure == "not_object" and "not_an_object" or "malformed_json", nil
+end
+
+local function edit_held(handle, editor, verdict)
+  local held = handle:body()
+  local size = held and held:length() or 0
+  local new = size > 0 and body.edit(editor, held, size)
+  local outcome, applied = finish(editor, verdict)
+  if new and applied then
+    held:setBytes(new)
+  end
+  say(handle, handle:headers(), outcome, applied, verdict.route)
+  report.tell(handle, outcome, applied, verdict.route)
+end
+
+local function edit_passing(handle, headers, editor, verdict, length)
+  local received = 0
+  say(handle, headers, "response_edited", verdict, verdict.route)
   headers:remove("content-length")
-  local editor = json_edit.new("priority", verdict.text, function()
-    return verdict.text
-  end, nil, true)
   for chunk in handle:bodyChunks() do
     local size = chunk:length()
     if size > 0 then
+      received = received + size
       local new = body.edit(editor, chunk, size)
+      if received == length then
+        new = new and new .. json_edit.held_back(editor)
+      end
       if new then
         chunk:setBytes(new)
       end
     end
   end
-  if json_edit.finish(editor) then
-    report.tell(handle, outcome, verdict, route)
-  else
-    report.tell(handle, "malformed_json", nil, route)
+  local outcome, applied = finish(editor, verdict)
+  report.tell(handle, outcome, applied, verdict.route)
+end
+
+local function edit(handle, headers, verdict)
+  local encoding = headers:get("content-encoding")
+  local failure
+  if headers:get(":status") ~= "200" or not priority.is_json(headers:get("content-type")) then
+    failure = "upstream_error"
+  elseif encoding and encoding ~= "identity" then
+    failure = "unsupported_encoding"
   end
+  if failure then
+    say(handle, headers, failure, nil, verdict.route)
+    return report.tell(handle, failure, nil, verdict.route)
+  end
+  local editor = json_edit.new("priority", verdict.text, function()
+    return verdict.text
+  end, nil, true)
+  local length = tonumber(headers:get("content-length") or "")
+  if length and length <= HELD_HERE then
+    return edit_held(handle, editor, verdict)
+  end
+  edit_passing(handle, headers, editor, verdict, length)
 end
 
 -- Does what the request left word of. Where Envoy's routes do not do it, also says in the response what became of the

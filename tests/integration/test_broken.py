@@ -60,7 +60,7 @@ def test_an_early_response_to_a_long_body_that_streams_reaches_the_client(
         client.send(head_bytes("POST", path, head))
         answer = client.answer()
     assert (answer.status, answer.body, answer.applied) == (403, b'{"error":{}}', report)
-    assert front.logged_of(name.decode())["priority"] == report
+    assert front.logged_of(name.decode())["report"] == report
 
 
 @pytest.mark.parametrize("transport", ["h1-length", "h1-chunked", "h2c", "h2c-length"])
@@ -71,7 +71,7 @@ def test_a_body_over_the_limit_is_rejected_with_a_report_and_nothing_of_it_leave
     limited = sidecar(policy="limits: {max_body_bytes: 40000}")
     body, name = json.dumps({"prompt": "x" * size}).encode(), f"large {transport} {size}".encode()
     answer = call(limited.address, RENDER, body, priority("5"), (b"X-Request-Id", name), transport=transport)
-    assert answer.applied == limited.logged_of(name.decode())["priority"] == "none; outcome=too_large"
+    assert answer.applied == limited.logged_of(name.decode())["report"] == "none; outcome=too_large"
     assert json.loads(answer.body)["error"]["code"] == 413
     assert answer.status == 413
     assert not upstream.requests

@@ -394,7 +394,7 @@ def test_its_access_log_arrives_where_standard_output_is_a_socket(envoy: Path, u
         finally:
             process.terminate()
     line = next(line for line in text.decode().splitlines() if line.startswith("{"))
-    assert json.loads(line)["priority"] == "5; source=header; outcome=inserted"
+    assert json.loads(line)["report"] == "5; source=header; outcome=inserted"
     assert process.returncode == 0
 
 

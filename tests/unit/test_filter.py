@@ -254,8 +254,46 @@ def test_the_answer_of_messages_render_is_edited(answer: bytes, edited: bytes, s
     assert found.body == b'{"priority":9}', "its request cannot carry one"
     assert found.answer == edited
     headers = dict(found.answer_headers)
-    assert headers[REPORT] == "5; source=header; outcome=response_edited"
-    assert "content-length" not in headers
+    done = "5; source=header; outcome=response_edited" if answer != b"[]" else "none; outcome=not_an_object"
+    assert (headers[REPORT], headers["content-length"]) == (done, str(len(edited)))
+
+
+@pytest.mark.parametrize("size", [0, 1, 3])
+@pytest.mark.parametrize(
+    "answer", [b'{"priority":12', b'{"priority":1,"a":', b'{"priority":1}x', b'{"priority":{"a":[1']
+)
+def test_a_malformed_answer_passes_unchanged_and_is_reported(answer: bytes, size: int) -> None:
+    step = size or len(answer)
+    chunks = [answer[at : at + step] for at in range(0, len(answer), step)]
+    head = ((":status", "200"), JSON, ("content-length", str(len(answer))))
+    found = send(path=MESSAGES, answer_head=head, answer_chunks=chunks)
+    assert (found.answer, found.report) == (answer, "none; outcome=malformed_json")
+    assert dict(found.answer_headers)[REPORT] == "none; outcome=malformed_json"
+
+
+def test_a_long_answer_that_ends_inside_a_value_loses_none_of_it() -> None:
+    answer = b'{"x":"' + b"y" * 200_000 + b'","priority":12'
+    chunks = [answer[:-8], answer[-8:-1], answer[-1:]]
+    head = ((":status", "200"), JSON, ("content-length", str(len(answer))))
+    found = send(path=MESSAGES, answer_head=head, answer_chunks=chunks)
+    assert (found.answer, found.report) == (answer, "none; outcome=malformed_json")
+
+
+@pytest.mark.parametrize("length", [True, False], ids=["length", "chunked"])
+@pytest.mark.parametrize("end", [b',"priority":', b',"priority":1', b"}}", b""])
+def test_a_long_malformed_body_is_not_left_half_edited(end: bytes, length: bool) -> None:
+    body = b'{"priority":9,"x":"' + b"y" * 1_100_000 + b'"' + end
+    found = send(body=body, size=60_000, length=length)
+    assert (found.outcome, found.refusal and found.refusal[0]) == ("malformed_json", 400)
+    body = b'{"x":"' + b"y" * 1_100_000 + b'"' + end
+    found = send(body=body, size=60_000, length=length)
+    assert found.outcome == "malformed_json"
+    assert found.refusal is not None or found.body == body
+
+
+def test_equal_content_type_lines_become_one_and_others_stay() -> None:
+    found = send(headers=[("content-type", "application/json"), ("content-type", "text/plain"), FIVE], policy=FORWARD)
+    assert [value for name, value in found.headers if name == "content-type"] == ["application/json", "text/plain"]
 
 
 @pytest.mark.parametrize(
