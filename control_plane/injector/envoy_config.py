@@ -1,4 +1,7 @@
-"""The sidecar's whole Envoy configuration, as one argument of its container: no ConfigMap has to be kept in step."""
+"""The sidecar's whole Envoy configuration, as one argument of its container: no ConfigMap has to be kept in step.
+
+The text of its scripts is an environment variable, so that the pod has it once and not for each filter.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,7 +40,7 @@ def container_argument(policy: Policy, placement: Placement, labels: Mapping[str
 
 
 def verbatim(text: str) -> str:
-    """Return `text` as a container's argument: there Kubernetes replaces $(NAME), and $$ stands for $."""
+    """Return `text` as a container's argument or variable: there Kubernetes replaces $(NAME), and $$ stands for $."""
     return text.replace("$", "$$")
 
 

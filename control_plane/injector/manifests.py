@@ -13,7 +13,6 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +25,7 @@ from control_plane.injector.annotations import INJECT_LABEL, INJECTED, ORIGINAL,
 from control_plane.injector.json_patch import apply_in_place
 from control_plane.injector.plan import CONTAINER, REDIRECT_CONTAINER
 from control_plane.injector.pod import Pod, read
-from control_plane.injector.pod_patch import CONFIG_OPTION, PORT_PATHS
+from control_plane.injector.pod_patch import PORT_PATHS
 from control_plane.injector.reasons import Reason, not_injected
 from control_plane.injector.settings import InjectorSettings
 from control_plane.policy.model import Policies
@@ -128,8 +127,7 @@ def _layout(body: str) -> _Layout:
         else:
             layouts = [_json_layout(indent, end) for indent in (4, 2, "\t", None) for end in ("\n", "")]
             return _best(layouts, value, body)
-    configs: dict[str, str] = {}
-    layouts = [_yaml_layout(*style, configs) for style in ((2, 2, 0), (2, 4, 2), (4, 4, 0), (4, 4, 2), (4, 6, 4))]
+    layouts = [_yaml_layout(*style) for style in ((2, 2, 0), (2, 4, 2), (4, 4, 0), (4, 4, 2), (4, 6, 4))]
     return _best(layouts, layouts[0].load(body), body)
 
 
@@ -151,16 +149,7 @@ def _json_layout(indent: int | str | None, end: str) -> _Layout:
     return _Layout(json.loads, lambda v: json.dumps(v, indent=indent, separators=separators, ensure_ascii=False) + end)
 
 
-# The sidecar's configuration as this module writes it: a text in double quotes, in a list, right after Envoy's option.
-_CONFIG = re.compile(rf"""({CONFIG_OPTION}["']?(?:\n[ \t]*-|[ \t]*,)[ \t]*)("(?:[^"\\\n]|\\.)*")""")
-
-
-def _yaml_layout(mapping: int, sequence: int, offset: int, configs: dict[str, str]) -> _Layout:
-    """A layout of YAML. `configs` maps short names to the sidecars' configurations, which they replace for a while.
-
-    The library takes a second for a scalar of that length.
-    """
-
+def _yaml_layout(mapping: int, sequence: int, offset: int) -> _Layout:
     def library() -> YAML:
         yaml = YAML(typ="rt")
         yaml.preserve_quotes = True
@@ -168,51 +157,12 @@ def _yaml_layout(mapping: int, sequence: int, offset: int, configs: dict[str, st
         yaml.indent(mapping=mapping, sequence=sequence, offset=offset)
         return yaml
 
-    def shortened(config: str) -> str:
-        name = f"vllm-priority-config-{len(configs)}-{_digest(config)}"
-        configs[name] = config
-        return name
-
     def dump(value: Any) -> str:
         stream = io.StringIO()
-        with _configs_replaced(value, lambda text: text if text in configs else shortened(json.dumps(text))):
-            library().dump(value, stream)
-        written = stream.getvalue()
-        for name, config in configs.items():
-            written = written.replace(name, config)
-        return written
+        library().dump(value, stream)
+        return stream.getvalue()
 
-    def load(body: str) -> Any:
-        return library().load(_CONFIG.sub(lambda found: found[1] + shortened(found[2]), body))
-
-    return _Layout(load, dump)
-
-
-@contextmanager
-def _configs_replaced(value: Any, replace: Callable[[str], str]) -> Iterator[None]:
-    """Replace the configurations of the sidecars in `value` by other texts, until the context ends."""
-    undo: list[tuple[list[Any], int, str]] = []
-    for args in _sidecar_args(value):
-        for index in range(1, len(args)):
-            # A text with a style of its own comes from the document, and keeps it.
-            if args[index - 1] == CONFIG_OPTION and type(args[index]) is str:
-                undo.append((args, index, args[index]))
-                args[index] = replace(args[index])
-    yield
-    for args, index, text in undo:
-        args[index] = text
-
-
-def _sidecar_args(value: Any) -> Iterator[list[Any]]:
-    """The arguments of all sidecars in a document."""
-    if isinstance(value, MutableMapping):
-        args = value.get("args")
-        if value.get("name") == CONTAINER and isinstance(args, list):
-            yield args
-    elif not isinstance(value, list):
-        return
-    for entry in value.values() if isinstance(value, MutableMapping) else value:
-        yield from _sidecar_args(entry)
+    return _Layout(lambda body: library().load(body), dump)
 
 
 # ---- Pod templates -------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Decides everything about one pod's sidecar, or why the pod is not injected. Pure: nothing is changed here."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from control_plane.address import Address
@@ -12,7 +13,8 @@ from control_plane.injector.resources import Quantity, ResourceRequirements, gua
 from control_plane.injector.server import Server, find_server
 from control_plane.injector.settings import NATIVE_FROM, NATIVE_NAMES_FROM, SLEEP_FROM, InjectorSettings
 from control_plane.injector.traffic import Services, Traffic, direct_traffic, reachability_warnings
-from control_plane.policy.model import Policies
+from control_plane.policy.model import Policies, Policy
+from control_plane.render.filter import environment
 from control_plane.render.placement import DEFAULT_ADMIN, DEFAULT_LISTEN, Drain, Placement
 from control_plane.vllm import Role
 
@@ -39,10 +41,10 @@ _DRAIN_TOKEN = "vllm-priority-drain-token-000000"
 class Plan:
     """All that was decided about one pod.
 
-    server_index: of the vLLM container. upstream, listen, health: ports of vLLM and of the sidecar. port_name: of the
-    sidecar's port. taken_name: the port name that moves to the sidecar, None where none does. config: the Envoy
-    bootstrap as a container's argument. server_sleep_seconds: vLLM's preStop sleep, 0 for none. drain_path: what the
-    sidecar's preStop hook requests of the health listener.
+    server_index: of the vLLM container. upstream, listen, health: ports of vLLM and of the sidecar. port_name: of
+    the sidecar's port. taken_name: the port name that moves to the sidecar, None where none does. config: the Envoy
+    bootstrap as a container's argument. environment: what it reads of its environment. server_sleep_seconds: vLLM's
+    preStop sleep, 0 for none. drain_path: what the sidecar's preStop hook requests of the health listener.
     """
 
     server_index: int
@@ -55,6 +57,7 @@ class Plan:
     port_name: str
     taken_name: str | None
     config: str
+    environment: Mapping[str, str]
     image: str
     redirect_image: str
     uid: int | None
@@ -98,7 +101,14 @@ def make_plan(
     # Kubernetes stops a native sidecar after the other containers. It stops a plain one together with them, and Envoy
     # exits at once, so a plain sidecar's hook lasts as long as vLLM may take: the grace period but its end.
     drain = Drain(_DRAIN_TOKEN, 0 if native else max(grace_seconds - 2, 0))
-    config = _config(pod, policies, settings, request, server, ports, resources, drain)
+    policy = policies.choose(pod.labels, request.policy)
+    if policy is None:
+        raise NotInjectedError(
+            Reason.UNKNOWN_POLICY,
+            f"annotation {POLICY}: there is no policy {request.policy!r}."
+            f" It must be one of: {', '.join(policies.by_name)}.",
+        )
+    config = _config(pod, policy, settings, request, server, ports, resources, drain)
     token = drain_token or hashlib.sha256(config.encode()).hexdigest()[:32]
     plan = Plan(
         server_index=server.index,
@@ -111,6 +121,7 @@ def make_plan(
         port_name=traffic.port_name,
         taken_name=traffic.taken_name,
         config=config.replace(drain.path, Drain(token).path),
+        environment=environment(policy),
         image=request.image or settings.image,
         redirect_image=settings.redirect_image,
         uid=settings.uid,
@@ -197,7 +208,7 @@ def _free(wanted: int, used: set[int]) -> int:
 
 def _config(
     pod: Pod,
-    policies: Policies,
+    policy: Policy,
     settings: InjectorSettings,
     request: InjectionRequest,
     server: Server,
@@ -205,13 +216,6 @@ def _config(
     resources: ResourceRequirements,
     drain: Drain,
 ) -> str:
-    policy = policies.choose(pod.labels, request.policy)
-    if policy is None:
-        raise NotInjectedError(
-            Reason.UNKNOWN_POLICY,
-            f"annotation {POLICY}: there is no policy {request.policy!r}."
-            f" It must be one of: {', '.join(policies.by_name)}.",
-        )
     keep_alive = pod.spec.containers[server.index].keep_alive_seconds or 0
     placement = Placement(
         role=server.role,
@@ -226,6 +230,7 @@ def _config(
         idle_timeout_seconds=keep_alive if keep_alive > UVICORN_KEEP_ALIVE_SECONDS else IDLE_SECONDS,
         drain_timeout_seconds=IDLE_DRAIN_SECONDS,
         drain=drain,
+        shares_script=True,
     )
     return container_argument(policy, placement, pod.labels)
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from control_plane.injector.annotations import INJECTED, InjectionRecord
+from control_plane.injector.envoy_config import verbatim
 from control_plane.injector.plan import CONTAINER, REDIRECT_CONTAINER, Plan
 from control_plane.injector.pod import Pod
 
@@ -112,7 +113,8 @@ def _sidecar_container(plan: Plan) -> dict[str, Any]:
         "env": [
             {"name": name, "valueFrom": {"fieldRef": {"apiVersion": "v1", "fieldPath": f"metadata.{key}"}}}
             for name, key in (("POD_NAME", "name"), ("POD_NAMESPACE", "namespace"))
-        ],
+        ]
+        + [{"name": name, "value": verbatim(text)} for name, text in plan.environment.items()],
         "ports": [
             {"name": plan.port_name, "containerPort": plan.listen, "protocol": "TCP"},
             {"name": "priority-ready", "containerPort": plan.health, "protocol": "TCP"},

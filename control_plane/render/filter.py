@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from control_plane.policy.model import Policy
 from control_plane.policy.trust import Trust, identity_pattern
-from control_plane.render.lua_bundle import Setting, bundle
+from control_plane.render.lua_bundle import Setting, bundle, library, loader
 from control_plane.render.templates import Resource, render_template
 from control_plane.vllm import Role
 
@@ -31,14 +31,24 @@ class ManagedEnvoy:
     """An Envoy that we configure: its routes add the report to responses, and say where the deferred filter is on.
 
     `report_header`: the name under which they add it: that of the policy it started with; empty where they add none.
+    `shares_script`: its two scripts load their text from its environment, see `environment`.
     """
 
     report_header: str
+    shares_script: bool = False
 
     @classmethod
-    def of(cls, policy: Policy) -> Self:
+    def of(cls, policy: Policy, shares_script: bool = False) -> Self:
         """As `listeners()` configures one that starts with this policy."""
-        return cls(policy.report_header or "")
+        return cls(policy.report_header or "", shares_script)
+
+
+_LUA_VARIABLE = "VLLM_PRIORITY_LUA"
+
+
+def environment(policy: Policy) -> dict[str, str]:
+    """The environment of an Envoy whose scripts share their text."""
+    return {_LUA_VARIABLE: library(with_trust=policy.trust is not None)}
 
 
 Place = ManagedEnvoy | Literal["mesh", "waypoint"]
@@ -106,6 +116,8 @@ def deferred_settings(policy: Policy, place: Place) -> dict[str, Setting]:
 def filter_script(policy: Policy, role: Role, place: Place) -> str:
     """The main filter's script. It sees responses where nothing else can: alone, and where the report is renamed."""
     settings = filter_settings(policy, role, place)
+    if isinstance(place, ManagedEnvoy) and place.shares_script:
+        return loader(settings, "filter", _LUA_VARIABLE)
     sees_responses = place == "waypoint" or settings["routes_report"] is not None
     return bundle(settings, sees_responses=sees_responses, comments=place == "mesh")
 
@@ -113,6 +125,8 @@ def filter_script(policy: Policy, role: Role, place: Place) -> str:
 def deferred_script(policy: Policy, place: Place) -> str:
     """The deferred filter's script."""
     settings = deferred_settings(policy, place)
+    if isinstance(place, ManagedEnvoy) and place.shares_script:
+        return loader(settings, "deferred", _LUA_VARIABLE)
     return bundle(settings, "deferred", sees_responses=True, comments=place == "mesh")
 
 

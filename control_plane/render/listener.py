@@ -3,11 +3,18 @@
 from control_plane.policy.model import Policy
 from control_plane.render.addresses import socket_address
 from control_plane.render.clusters import CONNECTION_BUFFER
-from control_plane.render.filter import DEFERRED_NAME, FILTER_NAME, ManagedEnvoy, deferred_config, filter_config
+from control_plane.render.filter import (
+    DEFERRED_NAME,
+    FILTER_NAME,
+    ManagedEnvoy,
+    deferred_config,
+    filter_config,
+    held_bytes,
+)
 from control_plane.render.local_replies import HEADERS_TIMEOUT, local_replies
 from control_plane.render.loggers import loggers
 from control_plane.render.placement import Placement
-from control_plane.render.routes import FORWARDED_PROTO_NOTE, routes
+from control_plane.render.routes import FORWARDED_PROTO_NOTE, report_headers, routes
 from control_plane.render.templates import Resource, render_template
 
 _HTTP2_WINDOW = CONNECTION_BUFFER
@@ -16,7 +23,8 @@ _HTTP2_WINDOW = CONNECTION_BUFFER
 
 def listeners(policy: Policy, placement: Placement) -> list[Resource]:
     """The Envoy listeners: the sidecar's own, and the health one where the placement has it."""
-    typed_config = filter_config(policy, placement.role, ManagedEnvoy.of(policy))
+    envoy = ManagedEnvoy.of(policy, placement.shares_script)
+    typed_config = filter_config(policy, placement.role, envoy)
     if placement.control_plane:
         http_filter = render_template(
             "discovered_filter",
@@ -35,7 +43,7 @@ def listeners(policy: Policy, placement: Placement) -> list[Resource]:
         deferred_filter={
             "name": DEFERRED_NAME,
             "disabled": True,
-            "typed_config": deferred_config(policy, ManagedEnvoy.of(policy)),
+            "typed_config": deferred_config(policy, envoy),
         },
         buffer=CONNECTION_BUFFER,
         window=_HTTP2_WINDOW,
@@ -47,6 +55,8 @@ def listeners(policy: Policy, placement: Placement) -> list[Resource]:
         default_host=str(placement.upstream),
         ignored_upgrades=_everything_but("websocket"),
         local_replies={"mappers": local_replies(policy, placement)},
+        report_headers=report_headers(policy),
+        held_bytes=held_bytes(policy),
         routes=routes(policy, held_memory(placement)),
     )
     if placement.health is None:

@@ -61,14 +61,49 @@ def bundle(
     for name in reversed(list(_NEEDS)):
         needed.update(_NEEDS[name] if name in needed else ())
     parts = [f"local settings = {lua_literal(settings)}\n"]
-    for name, needs in _NEEDS.items():
+    for name in _NEEDS:
         if name in needed:
-            head = "" if name in entries else f"local {name} = "
             if name == "trust" and not settings.get("trust"):
                 parts.append("local trust\n")  # most policies need none
                 continue
-            parts.append(f"-- lua/{name}.lua\n{head}(function(...)\n{_source(name)}end)({', '.join(needs)});\n")
-    return "\n".join(parts) if comments else _FOR_PEOPLE.sub("", "\n".join(parts))
+            parts.append(_call(name, "" if name in entries else f"local {name} = "))
+    text = "\n".join(parts)
+    return text if comments else _without_comments(text)
+
+
+_ENTRIES: Mapping[str, Script] = {"filter": "filter", "deferred": "deferred", "on_response": "deferred"}
+
+
+@cache
+def library(*, with_trust: bool) -> str:
+    """Return one text for both filters of an Envoy: a function of the settings and of the script's name.
+
+    `with_trust`: whether a policy names whom it trusts.
+    """
+    parts = ["local settings, script = ...\n"]
+    for name in _NEEDS:
+        if name in _ENTRIES:
+            parts.append(f'if script == "{_ENTRIES[name]}" then\n{_call(name)}end\n')
+        elif name == "trust" and not with_trust:
+            parts.append("local trust\n")
+        else:
+            parts.append(_call(name, f"local {name} = "))
+    return _without_comments("\n".join(parts))
+
+
+def loader(settings: Mapping[str, Setting], script: Script, variable: str) -> str:
+    """Return a script that finds its `library()` in an environment variable of Envoy's process."""
+    source = f'assert(loadstring(os.getenv("{variable}"), "={variable}"))'
+    return f'local settings = {lua_literal(settings)}\n{source}(settings, "{script}")\n'
+
+
+def _call(name: str, head: str = "") -> str:
+    """A file as a function that is called at once with what the file needs."""
+    return f"-- lua/{name}.lua\n{head}(function(...)\n{_source(name)}end)({', '.join(_NEEDS[name])});\n"
+
+
+def _without_comments(text: str) -> str:
+    return _FOR_PEOPLE.sub("", text)
 
 
 def lua_literal(value: Setting) -> str:

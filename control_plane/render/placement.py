@@ -113,6 +113,8 @@ class Placement:
     idle_timeout_seconds: int = 3600
     drain_timeout_seconds: int = 5
     drain: Drain | None = None
+    shares_script: bool = False
+    """Whether Envoy finds the text of its scripts in its environment (`filter.environment`), once for both."""
     attachment: Attachment = Attachment()
     memory_limit_bytes: int = 1280 * 1024**2
     """What Envoy may use of the machine's or the container's memory: its resident set stays below it."""

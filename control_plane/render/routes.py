@@ -3,7 +3,7 @@
 import re
 
 from control_plane.policy.model import Policy
-from control_plane.render.filter import DEFERRED_NAME, FILTER_NAME, held_bytes
+from control_plane.render.filter import DEFERRED_NAME, FILTER_NAME
 from control_plane.render.templates import Resource
 from control_plane.vllm import INT64_MAX, READS_HEADER, RESPONSE_ROUTES
 
@@ -38,8 +38,7 @@ def routes(policy: Policy, held_memory: int) -> list[Resource]:
     not_post = {"name": ":method", "string_match": {"exact": "POST"}, "invert_match": True}
     long = {"name": "content-length", "range_match": {"start": _HELD_HERE + 1, "end": INT64_MAX}}
     unknown_length = {"name": "content-length", "present_match": True, "invert_match": True}
-    edited = {"response_headers_to_add": _report_headers(policy), "request_body_buffer_limit": held_bytes(policy)}
-    deferred = edited | {
+    deferred = {
         "typed_per_filter_config": {
             DEFERRED_NAME: {"@type": "type.googleapis.com/envoy.config.route.v3.FilterConfig", "config": {}}
         },
@@ -64,7 +63,7 @@ def routes(policy: Policy, held_memory: int) -> list[Resource]:
         ({"prefix": "/", "headers": [unknown_length]}, deferred),
         *(({"path": path}, deferred) for path in sorted(policy.routes.with_root(RESPONSE_ROUTES))),
         ({"prefix": "/", "headers": [percent_encoded]}, deferred),
-        ({"prefix": "/"}, edited),
+        ({"prefix": "/"}, {}),
     ]
     routes = []
     noted = {"name": FORWARDED_PROTO_NOTE, "present_match": True}
@@ -78,8 +77,8 @@ def routes(policy: Policy, held_memory: int) -> list[Resource]:
     return routes
 
 
-def _report_headers(policy: Policy) -> list[Resource]:
-    """What adds the report to a response, Envoy's own included. Lua would take three times as long."""
+def report_headers(policy: Policy) -> list[Resource]:
+    """What adds the report to a response, Envoy's own included, if there is one. Lua would take three times as long."""
     if not policy.report_header:
         return []
     value = f"%DYNAMIC_METADATA({FILTER_NAME}:report:text)%"

@@ -1,4 +1,4 @@
-"""The injected example, as a short text to review: Envoy's configuration, 80 KB a line, is left out of it."""
+"""The injected example, as a short text to review: what is long, Envoy's configuration and its Lua, is left out."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -12,6 +12,7 @@ def golden_files() -> Mapping[str, Callable[[], str]]:
 
 
 def _shortened() -> str:
-    return re.sub(
+    text = re.sub(
         r"(?m)(- --config-yaml\n +- ).*$", r"\1Envoy's configuration (left out of this file)", injected_example()
     )
+    return re.sub(r"(?m)(- name: VLLM_PRIORITY_LUA\n +value: ).*$", r"\1the Lua (left out of this file)", text)

@@ -22,7 +22,7 @@ from control_plane.injector.admission import mutate
 from control_plane.injector.settings import InjectorSettings
 from control_plane.policy.model import Policies
 
-from .kubelet import expand
+from .kubelet import environment, expand
 from .test_health_listener import free_ports
 from .test_takeover import container
 
@@ -72,7 +72,7 @@ class Pods:
         args[1] = args[1].replace('"port_value":19002', f'"port_value":{health}')
         args[1] = args[1].replace('"port_value":19001', f'"port_value":{admin}')
         with (folder / "envoy.log").open("wb") as log:
-            self.envoy = subprocess.Popen([envoy, *args], stdout=log, stderr=log)
+            self.envoy = subprocess.Popen([envoy, *args], env=environment(self.sidecar), stdout=log, stderr=log)
         self.processes.append(self.envoy)
         self.target, self.replacement = listen, other
         for port, path in ((health, "/ready"), (other, "/")):

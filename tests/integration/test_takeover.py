@@ -12,7 +12,7 @@ from control_plane.injector.admission import mutate
 from control_plane.injector.settings import InjectorSettings
 from control_plane.policy.model import Policies
 
-from .kubelet import expand
+from .kubelet import environment, expand
 
 Pod = Any
 
@@ -122,5 +122,8 @@ def test_envoy_accepts_the_arguments(envoy: Path, control_plane: Address | None)
     chosen = InjectorSettings(control_plane=control_plane)
     sidecar = container(mutate(POD, Policies(), chosen).pod, "vllm-priority")
     args = expand(sidecar["args"], {"POD_NAME": "m-1", "POD_NAMESPACE": "ml"})
-    done = subprocess.run([envoy, "--mode", "validate", *args], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(
+        [envoy, "--mode", "validate", *args], env=environment(sidecar),
+        capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import pytest
 
-from tests.integration.kubelet import expand
+from tests.integration.kubelet import environment, expand
 
 POD_ADDRESS, CLIENT_ADDRESS = "192.0.2.1", "192.0.2.2"
 POD_ADDRESS_6, CLIENT_ADDRESS_6 = "fd00::1", "fd00::2"
@@ -155,7 +155,7 @@ class PodNamespace:
         user = ["setpriv", f"--reuid={context['runAsUser']}", f"--regid={context['runAsGroup']}", "--clear-groups",
                 "--bounding-set=-all", "--no-new-privs"]  # fmt: skip
         args = expand(container["args"], {"POD_NAME": "m-1", "POD_NAMESPACE": "ml"})
-        self._start([*read_only, *user, str(binary), *args], output=writable)
+        self._start([*read_only, *user, str(binary), *args], output=writable, env=environment(container))
         os.close(writable)
         threading.Thread(target=self._read, args=(readable,), daemon=True).start()
         self._ready = container["readinessProbe"]["httpGet"]
@@ -191,13 +191,14 @@ class PodNamespace:
         """nft's rules in the pod."""
         return _run("ip", "netns", "exec", self._inside, "nft", "list", "ruleset")
 
-    def _start(self, command: list[str], output: int = subprocess.DEVNULL) -> None:
+    def _start(self, command: list[str], output: int = subprocess.DEVNULL, env: dict[str, str] | None = None) -> None:
         self._processes.append(
             subprocess.Popen(
                 ["ip", "netns", "exec", self._inside, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
             )
         )
 

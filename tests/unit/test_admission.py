@@ -744,6 +744,7 @@ def test_the_configuration_is_the_bootstrap_of_this_policy_and_these_labels() ->
             idle_timeout_seconds=3,
             drain_timeout_seconds=1,
             drain=Drain(drain_hook(sidecar_of(pod))["path"].removeprefix("/drain/"), 0),
+            shares_script=True,
         )
         policy = POLICIES.choose({"tier": tier})
         assert policy is not None

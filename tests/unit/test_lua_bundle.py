@@ -1,5 +1,8 @@
 """One script without require, and settings that reach it as data whatever is in them."""
 
+from collections.abc import Callable
+from functools import partial
+
 import lupa.luajit21 as luajit
 import pytest
 from hypothesis import given, settings
@@ -7,7 +10,13 @@ from hypothesis import strategies as st
 
 from control_plane.policy.load import parse_policies
 from control_plane.policy.model import Policy
-from control_plane.render.filter import filter_script, filter_settings
+from control_plane.render.filter import (
+    ManagedEnvoy,
+    deferred_script,
+    environment,
+    filter_script,
+    filter_settings,
+)
 from control_plane.render.lua_bundle import Script, Setting, bundle, lua_literal
 from control_plane.vllm import ROLES, Role
 
@@ -80,6 +89,26 @@ def test_the_script_runs_with_nothing_but_the_language(role: Role) -> None:
     before = set(lua.globals())
     lua.execute(filter_script(Policy(), role, "waypoint").encode())
     assert set(lua.globals()) - before == {b"envoy_on_request", b"envoy_on_response"}, "no other global is left"
+
+
+@pytest.mark.parametrize("trust", [None, {"peers": ["10.0.0.0/8"]}])
+@pytest.mark.parametrize(
+    ("render", "handlers"),
+    [
+        (partial(filter_script, role="render"), {b"envoy_on_request"}),
+        (deferred_script, {b"envoy_on_request", b"envoy_on_response"}),
+    ],
+)
+def test_both_filters_find_their_text_in_the_environment(
+    render: Callable[..., str], handlers: set[bytes], trust: dict[str, list[str]] | None
+) -> None:
+    policy = Policy.model_validate({"trust": trust})
+    variables = {name.encode(): text.encode() for name, text in environment(policy).items()}
+    lua = luajit.LuaRuntime(encoding=None)
+    lua.globals()[b"os"][b"getenv"] = variables.get
+    before = set(lua.globals())
+    lua.execute(render(policy, place=ManagedEnvoy.of(policy, shares_script=True)).encode())
+    assert set(lua.globals()) - before == handlers
 
 
 @pytest.mark.parametrize("path", ["/]]--", '/"x', "/\\n", "/'", "/é", "/${x}", "/$(x)", "/--[["])
