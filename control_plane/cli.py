@@ -749,6 +749,7 @@ def inject(path: str, uninject: bool, policy: str | None, **options: Any) -> Non
 @_option("--tls-cert", metavar="FILE", help="TLS certificate in PEM. It is reloaded when it changes.")
 @_option("--tls-key", metavar="FILE", help="Key of the TLS certificate, in PEM.")
 @_option("--read-services", is_flag=True, help="Read the Services of a pod's namespace from the Kubernetes API.")
+@_option("--write-events", is_flag=True, help="Write an Event on a pod's owner that says what was done and warned of.")
 @_option(
     "--numeric-services", type=click.Choice(["warn", "redirect"]), default="warn", show_default=True,
     help="What to do if a Service targets vLLM's port by number and thus bypasses the sidecar.",
@@ -766,6 +767,7 @@ def serve(
     tls_cert: str | None,
     tls_key: str | None,
     read_services: bool,
+    write_events: bool,
     **options: Any,
 ) -> None:
     """Serve the policy to running sidecars, and inject sidecars into pods."""
@@ -781,6 +783,7 @@ def serve(
             tls_key=Path(tls_key) if tls_key is not None else None,
             injector=_injector(options),
             read_services=read_services,
+            write_events=write_events,
         )
     )
 

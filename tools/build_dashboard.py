@@ -115,6 +115,21 @@ def dashboard() -> str:
             ],
             "short", 16, 28, 8,
         ),
+        _series(
+            "Webhook: pods by result and reason",
+            [(_injections('result!="warned"', "result, reason"), "{{result}} {{reason}}")],
+            "short", 0, 36, 12,
+        ),
+        _series(
+            "Webhook: warnings and pods without a sidecar, by namespace",
+            [
+                (
+                    _injections('result!="injected",reason!="NotRequested"', "pod_namespace, reason"),
+                    "{{pod_namespace}} {{reason}}",
+                )
+            ],
+            "short", 12, 36, 12,
+        ),
     ]  # fmt: skip
     for number, panel in enumerate(panels, start=1):
         panel["id"] = number
@@ -157,6 +172,10 @@ def dashboard() -> str:
 
 def _requests(selector: str) -> str:
     return f"sum(rate({_SIDECAR}_requests{{{_WHERE},{selector}}}[$__rate_interval]))"
+
+
+def _injections(selector: str, labels: str) -> str:
+    return f"sum by ({labels}) (increase({_CONTROL_PLANE}_injections_total{{{_WHERE},{selector}}}[$__rate_interval]))"
 
 
 def _by(label: str) -> str:

@@ -69,6 +69,7 @@ _TYPES: dict[str, Any] = {
         "caBundle": {"type": "string", "pattern": "^(-----BEGIN CERTIFICATE-----[\\s\\S]*)?$"},
         "issuer": {"name": _TEXT, "kind": _enum("Issuer", "ClusterIssuer")},
     },
+    "writeEvents": _BOOL,
     "readServices": _BOOL,
     "readServicesNamespaces": _NAMES,
     "serviceAccount": {"create": _BOOL, "name": _NAME_OR_EMPTY, "annotations": _LABELS},

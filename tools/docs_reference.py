@@ -27,6 +27,7 @@ from control_plane.policy.model import NamedPolicy, Policy
 from control_plane.server.certificates import Certificate
 from control_plane.server.discovery_request import DiscoveryClient
 from control_plane.server.fleet import Fleet
+from control_plane.server.injections import InjectionCount, Injections
 from control_plane.server.metrics import Metrics
 from control_plane.server.policy_file import PolicyFile
 from tools import build_values
@@ -191,7 +192,9 @@ def control_plane_metrics() -> str:
     client = DiscoveryClient("node", "extension_configs", "render", key=None, reason="", error="")
     fleet.record(client, "", policy.snapshot.respond(client, ""))
     certificate = cast(Certificate, SimpleNamespace(expires=SimpleNamespace(timestamp=lambda: 0.0)))
-    metrics = Metrics(policy, fleet, certificate)
+    injections = Injections()
+    injections.counts[InjectionCount("vllm", "injected", "")] = 1
+    metrics = Metrics(policy, fleet, injections, certificate)
     families = text_string_to_metric_families(metrics.exposition().decode("utf-8"))
     rows = []
     for family in families:

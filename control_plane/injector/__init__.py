@@ -1,5 +1,6 @@
 """Injects the sidecar into pods: in the admission webhook, and in manifest files.
 
+workloads     what to warn of when a Deployment or another workload is created
 manifests     YAML and JSON files: inject the sidecar, and take it out again
 admission     an AdmissionReview -> its response; a pod -> the pod with a sidecar, and the patch
 pod_patch     a plan -> the changed pod

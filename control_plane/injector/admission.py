@@ -9,15 +9,15 @@ import base64
 import json
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import orjson
 
 from control_plane.errors import BadInput
-from control_plane.injector.annotations import INJECT_LABEL
+from control_plane.injector.annotations import INJECT_LABEL, STATUS
 from control_plane.injector.json_patch import Operation, json_patch
-from control_plane.injector.plan import CONTAINER, make_plan
+from control_plane.injector.plan import CONTAINER, Plan, make_plan
 from control_plane.injector.pod import Name, Partial, Pod, ascii_line, read
 from control_plane.injector.pod_patch import with_sidecar
 from control_plane.injector.reasons import NotInjectedError, Reason, WarningCode, Warnings, not_injected, warn
@@ -37,6 +37,7 @@ class _Request(Partial):
     operation: str
     kind: _Kind
     namespace: str = ""
+    dryRun: bool | None = None  # noqa: N815
     subResource: str | None = None  # noqa: N815 (Kubernetes' name)
     object: Any = None
 
@@ -47,25 +48,54 @@ class _Review(Partial):
     request: _Request
 
 
+class Owner(Partial):
+    """An object that owns a pod."""
+
+    apiVersion: str  # noqa: N815
+    kind: str
+    name: Name
+    uid: Name
+    controller: bool | None = None
+
+
+class _Metadata(Partial):
+    name: str | None = None
+    generateName: str | None = None  # noqa: N815
+    ownerReferences: list[Owner] | None = None  # noqa: N815
+
+
+class _Owned(Partial):
+    metadata: _Metadata
+
+
 @dataclass(frozen=True)
 class NewPod:
-    """A pod that is about to be created: typed, and as it was sent."""
+    """A pod that is about to be created: typed, and as it was sent.
+
+    name: the pod's, or the beginning of the name that Kubernetes will give to it, with an asterisk. owner: the object
+    that manages the pod, for example a ReplicaSet.
+    """
 
     typed: Pod
     manifest: Mapping[str, Any]
+    name: str = ""
+    owner: Owner | None = None
 
 
 @dataclass(frozen=True)
 class AdmissionRequest:
     """An AdmissionReview's request.
 
-    namespace: of the object, empty where it has none; a new pod's own metadata may still lack it. pod: None unless the
-    request is for the creation of a pod.
+    namespace: of the object, empty where it has none; a new pod's own metadata may still lack it. dry_run: the object
+    will not be stored. pod: None unless the request is for the creation of a pod. manifest: the object as it was sent,
+    None where there is none.
     """
 
     uid: str
     namespace: str
+    dry_run: bool
     pod: NewPod | None
+    manifest: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -73,8 +103,8 @@ class Mutation:
     """The pod as it should be, and how to get there.
 
     pod: the pod with the sidecar, or the unchanged pod. reason: why the pod was not injected, None where it was.
-    detail: the same as a sentence, with the reason's code. rejected: the pod must not be created. warnings: for whoever
-    creates the pod.
+    detail: what was done, or why nothing was, in sentences with the codes. rejected: the pod must not be created.
+    warnings: for whoever creates the pod.
     """
 
     pod: Mapping[str, Any]
@@ -111,29 +141,44 @@ def read_review(data: object) -> AdmissionRequest:
     request = read(_Review, data, "AdmissionReview").request
     pod = None
     if request.operation == "CREATE" and request.kind.kind == "Pod" and not request.subResource:
-        pod = NewPod(read(Pod, request.object, "pod"), request.object)
-    return AdmissionRequest(request.uid, request.namespace, pod)
+        typed = read(Pod, request.object, "pod")
+        metadata = read(_Owned, request.object, "pod").metadata
+        owner = next((owner for owner in metadata.ownerReferences or () if owner.controller), None)
+        pod = NewPod(typed, request.object, metadata.name or f"{metadata.generateName or ''}*", owner)
+    manifest = request.object if isinstance(request.object, dict) else None
+    return AdmissionRequest(request.uid, request.namespace, bool(request.dryRun), pod, manifest)
 
 
-def review(
+def decide(
     request: AdmissionRequest, policies: Policies, settings: InjectorSettings, services: Services | None = None
-) -> dict[str, Any]:
-    """Return the AdmissionReview that answers a request. It has no side effects, so a dry run needs no special care.
+) -> Mutation | None:
+    """Return what happens to the pod of a request. None: the request is not for the creation of a pod.
 
     Args:
         services: the Services of the pod's namespace. None: the control plane may not read them.
     """
-    response: dict[str, Any] = {"uid": request.uid, "allowed": True}
-    if request.pod:
-        mutation = _reviewed(request.pod, request.namespace, policies, settings, services)
+    return _reviewed(request.pod, request.namespace, policies, settings, services) if request.pod else None
+
+
+def review(uid: str, mutation: Mutation | None = None, warnings: Warnings = ()) -> dict[str, Any]:
+    """Return the AdmissionReview that answers a request.
+
+    Args:
+        uid: the request's.
+        mutation: what happens to its pod.
+        warnings: what to warn of besides.
+    """
+    response: dict[str, Any] = {"uid": uid, "allowed": True}
+    if mutation:
+        warnings += mutation.warnings
         if mutation.rejected:
             response["allowed"] = False
             response["status"] = {"code": 400, "reason": "BadRequest", "message": ascii_line(mutation.detail)}
         if mutation.patch:
             response["patchType"] = "JSONPatch"
             response["patch"] = base64.b64encode(encode_json(mutation.patch)).decode()
-        if mutation.warnings:
-            response["warnings"] = [ascii_line(message) for message in mutation.messages]
+    if warnings:
+        response["warnings"] = [ascii_line(warning.message) for warning in warnings]
     return {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "response": response}
 
 
@@ -170,7 +215,12 @@ def _reviewed(
     # The webhook's selector excludes these, too. A selector that somebody edited must not lock up a cluster.
     if settings.excludes(namespace):
         return _failed(pod, Reason.NAMESPACE_EXCLUDED, f"the namespace is {namespace}.", settings)
-    return _mutated(pod, policies, settings, services, secrets.token_hex(16))
+    mutation = _mutated(pod, policies, settings, services, secrets.token_hex(16))
+    if mutation.reason and mutation.warnings:
+        # The pod starts without the sidecar that it asked for, and a controller drops the warning.
+        changed = _with_status(pod.manifest, ascii_line(mutation.detail))
+        return replace(mutation, pod=changed, patch=json_patch(pod.manifest, changed))
+    return mutation
 
 
 def _mutated(
@@ -189,8 +239,21 @@ def _mutated(
         plan, warnings = make_plan(typed, policies, settings, services, drain_token)
     except NotInjectedError as error:
         return _failed(pod, error.reason, error.detail, settings)
-    changed = with_sidecar(pod.manifest, typed, plan)
-    return Mutation(changed, json_patch(pod.manifest, changed), warnings=warnings)
+    status = _status(plan, warnings)
+    changed = _with_status(with_sidecar(pod.manifest, typed, plan), status)
+    return Mutation(changed, json_patch(pod.manifest, changed), detail=status, warnings=warnings)
+
+
+def _status(plan: Plan, warnings: Warnings) -> str:
+    """What was done to a pod and what it warns of, as one line."""
+    done = f"injected: mode {plan.mode}, {plan.role} sidecar on port {plan.listen}, vLLM on port {plan.upstream}."
+    return " ".join((done, *(f"{warning.code}: {ascii_line(warning.message)}" for warning in warnings)))
+
+
+def _with_status(pod: Mapping[str, Any], status: str) -> dict[str, Any]:
+    metadata = pod.get("metadata") or {}
+    annotations = {**(metadata.get("annotations") or {}), STATUS: status}
+    return {**pod, "metadata": {**metadata, "annotations": annotations}}
 
 
 def _left_alone(pod: NewPod, reason: Reason, detail: str) -> Mutation:

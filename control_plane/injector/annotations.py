@@ -52,7 +52,9 @@ INJECTED = PREFIX + "injected"
 """What the injector did, as JSON, so that `vllm-priority inject --uninject` can take the sidecar out again."""
 ORIGINAL = PREFIX + "original"
 """Only from `vllm-priority inject`, if it had to change a manifest's layout: the original manifest, compressed."""
-WRITTEN_ANNOTATIONS = (INJECTED, ORIGINAL)
+STATUS = PREFIX + "status"
+"""Written by the injector: what was done to the pod and what it warns of, with the codes. It is for people to read."""
+WRITTEN_ANNOTATIONS = (INJECTED, ORIGINAL, STATUS)
 
 MIN_LISTEN_PORT = 1024
 """The sidecar runs without privileges, so it cannot listen on a port below."""

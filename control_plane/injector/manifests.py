@@ -21,7 +21,13 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from control_plane.errors import BadInput
 from control_plane.injector.admission import mutate
-from control_plane.injector.annotations import INJECT_LABEL, INJECTED, ORIGINAL, InjectionRecord
+from control_plane.injector.annotations import (
+    INJECT_LABEL,
+    INJECTED,
+    ORIGINAL,
+    WRITTEN_ANNOTATIONS,
+    InjectionRecord,
+)
 from control_plane.injector.json_patch import apply_in_place
 from control_plane.injector.plan import CONTAINER, REDIRECT_CONTAINER
 from control_plane.injector.pod import Pod, read
@@ -38,6 +44,7 @@ TEMPLATES: dict[str, tuple[tuple[str, ...], ...]] = {
     "ReplicaSet": (("spec", "template"),),
     "ReplicationController": (("spec", "template"),),
     "Job": (("spec", "template"),),
+    "Rollout": (("spec", "template"),),
     "CronJob": (("spec", "jobTemplate", "spec", "template"),),
     "LeaderWorkerSet": (
         ("spec", "leaderWorkerTemplate", "leaderTemplate"),
@@ -168,14 +175,14 @@ def _yaml_layout(mapping: int, sequence: int, offset: int) -> _Layout:
 # ---- Pod templates -------------------------------------------------------------------------------------------------
 
 
-def _templates(tree: Any) -> Iterator[tuple[str, Tree]]:
-    """All pod templates of a document, each with the name that notes use for it."""
+def templates(tree: Any) -> Iterator[tuple[str, Tree]]:
+    """Yield the pod templates of a document, each with the name that notes use for it."""
     if not isinstance(tree, MutableMapping):
         return
     kind = tree.get("kind")
     if isinstance(kind, str) and kind.endswith("List") and isinstance(tree.get("items"), list):
         for item in tree["items"]:
-            yield from _templates(item)
+            yield from templates(item)
         return
     for path in TEMPLATES.get(kind if isinstance(kind, str) else "", ()):
         at: Any = tree
@@ -205,7 +212,7 @@ def _injected_body(layout: _Layout, body: str, policies: Policies, settings: Inj
     tree = layout.load(body)
     notes: list[str] = []
     injected: list[Tree] = []
-    for name, template in _templates(tree):
+    for name, template in templates(tree):
         pod = _plain(template)
         try:
             if not _wanted(pod):
@@ -249,7 +256,7 @@ def _restored_body(layout: _Layout, body: str) -> Changed:
     tree = layout.load(body)
     original = None
     found = False
-    for name, template in _templates(tree):
+    for name, template in templates(tree):
         annotations = (template.get("metadata") or {}).get("annotations") or {}
         if isinstance(annotations, MutableMapping) and INJECTED in annotations:
             original = annotations.get(ORIGINAL) or original
@@ -298,7 +305,7 @@ def _take_out(template: Tree) -> None:
     for container in spec["containers"]:
         if container["name"] == record.container:
             _restore_server(container, record)
-    for key in (INJECTED, ORIGINAL):
+    for key in WRITTEN_ANNOTATIONS:
         metadata["annotations"].pop(key, None)
     if "annotations" in record.created and not metadata["annotations"]:
         del metadata["annotations"]

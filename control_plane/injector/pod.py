@@ -161,4 +161,4 @@ def ascii_line(text: str) -> str:
     """Return `text` as one line of at most 1000 ASCII characters, which an HTTP warning header can carry."""
     if text.isascii() and text.isprintable():
         return text[:1000]
-    return "".join(c if " " <= c <= "~" else c.encode("ascii", "backslashreplace").decode() for c in text)[:1000]
+    return "".join(c if " " <= c <= "~" else c.encode("unicode_escape").decode() for c in text)[:1000]

@@ -88,6 +88,8 @@ class WarningCode(StrEnum):
     """The sidecar is native, and the version of Kubernetes is not known."""
     NO_SLEEP_HOOK = "NoSleepHook"
     """This Kubernetes has no preStop sleep: requests may be lost when the pod stops."""
+    LABEL_NOT_ON_TEMPLATE = "LabelNotOnTemplate"
+    """The label is on a Deployment or another workload, but not on its pod template, so its pods get no sidecar."""
     NOT_INJECTED = "NotInjected"
     """The pod asked for a sidecar and starts without one."""
 

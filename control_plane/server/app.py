@@ -16,9 +16,12 @@ from starlette.types import Receive, Scope, Send
 
 from control_plane.errors import BadInput
 from control_plane.injector.admission import encode_json
+from control_plane.kubernetes_api import in_cluster
 from control_plane.server.certificates import Certificate
+from control_plane.server.events import Events
 from control_plane.server.fast_path import FastPath
 from control_plane.server.fleet import ConfigStatus, Fleet
+from control_plane.server.injections import Injections
 from control_plane.server.metrics import CONTENT_TYPE, Metrics
 from control_plane.server.policy_file import PolicyFile
 from control_plane.server.services import Services
@@ -32,15 +35,20 @@ def create_app(settings: ServeSettings) -> FastAPI:
     """Create the control plane. BadInput where the policy file or the certificate is not valid."""
     policy = PolicyFile(settings.policy)
     certificate = Certificate(settings.tls_cert, settings.tls_key) if settings.tls_cert and settings.tls_key else None
-    services = Services.in_cluster() if settings.read_services else None
+    api = in_cluster() if settings.read_services or settings.write_events else None
+    services = Services(api) if api and settings.read_services else None
+    events = Events(api) if api and settings.write_events else None
     fleet = Fleet()
-    metrics = Metrics(policy, fleet, certificate)
+    injections = Injections(events)
+    metrics = Metrics(policy, fleet, injections, certificate)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(_watch(settings, policy, certificate, fleet, metrics))]
         if services:
             tasks.append(asyncio.create_task(_connect(services)))
+        if events:
+            tasks.append(asyncio.create_task(events.run()))
         yield
         for task in tasks:
             task.cancel()
@@ -48,9 +56,11 @@ def create_app(settings: ServeSettings) -> FastAPI:
                 await task
         if services:
             await services.close()
+        if events:
+            await events.close()
 
     app = _App(title="vllm-priority control plane", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.fast_path = FastPath(app.serve_routes, settings, policy, services, fleet, metrics)
+    app.fast_path = FastPath(app.serve_routes, settings, policy, services, fleet, injections, metrics)
     app.state.policy, app.state.certificate, app.state.fleet = policy, certificate, fleet
 
     @app.exception_handler(BadInput)
@@ -78,7 +88,9 @@ def create_app(settings: ServeSettings) -> FastAPI:
         starting = services is not None and not services.connected
         certificate_problem = certificate.problem if certificate else None
         services_problem = services.problem if services else None
-        problems = [problem for problem in (policy.problem, certificate_problem, services_problem) if problem]
+        events_problem = events.problem if events else None
+        found = (policy.problem, certificate_problem, services_problem, events_problem)
+        problems = [problem for problem in found if problem]
         return _json(
             503 if starting else 200,
             {
@@ -139,6 +151,11 @@ def create_app(settings: ServeSettings) -> FastAPI:
                 "sidecars": [sidecar._asdict() for sidecar in page],
             },
         )
+
+    @app.get("/api/injections")
+    async def api_injections() -> Response:
+        """Count what this replica's webhook did to pods, and list the most recent ones, newest first."""
+        return _json(200, injections.report())
 
     return app
 

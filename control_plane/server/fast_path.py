@@ -13,9 +13,11 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from control_plane.errors import BadInput
-from control_plane.injector.admission import decode_review, encode_json, review
+from control_plane.injector.admission import decide, decode_review, encode_json, review
+from control_plane.injector.workloads import workload_warnings
 from control_plane.server.discovery_request import TYPE_URLS, RequestDecoder
 from control_plane.server.fleet import Fleet
+from control_plane.server.injections import Injections
 from control_plane.server.metrics import Metrics
 from control_plane.server.policy_file import PolicyFile
 from control_plane.server.services import Services
@@ -26,6 +28,7 @@ MAX_BODY_BYTES = 4 * 2**20
 
 _DISCOVERY = "/v3/discovery:"
 _INJECT = "/inject"
+_WORKLOADS = "/validate-workload"
 _NOT_MODIFIED: Message = {"type": "http.response.start", "status": 304, "headers": []}
 _END: Message = {"type": "http.response.body", "body": b""}
 
@@ -40,6 +43,7 @@ class FastPath:
         policy: PolicyFile,
         services: Services | None,
         fleet: Fleet,
+        injections: Injections,
         metrics: Metrics,
     ) -> None:
         self._app = app
@@ -48,6 +52,7 @@ class FastPath:
         self._policy = policy
         self._services = services
         self._fleet = fleet
+        self._injections = injections
         self._metrics = metrics
         self._decoder = RequestDecoder()
         self._types = {f"{_DISCOVERY}{type_name}": type_name for type_name in TYPE_URLS}
@@ -66,33 +71,43 @@ class FastPath:
             return
         except ClientDisconnect:
             return
-        if type_name is not None or path == _INJECT:
+        if type_name is not None or path in (_INJECT, _WORKLOADS):
             if scope["method"] != "POST":
                 detail = f"{scope['method']} is not supported here. Use POST."
                 await _send_detail(send, 405, detail, [(b"allow", b"POST")])
             elif type_name is not None:
                 await self._discover(type_name, body, send)
             else:
-                await self._review(body, send)
+                await self._review(path, body, send)
         elif path.startswith(_DISCOVERY):
             detail = f"{path[:200]!r} is not a valid discovery path. Use one of: {', '.join(self._types)}."
             await _send_detail(send, 404, detail)
         else:
             await self._app(scope, _replay(body, receive), send)
 
-    async def _review(self, body: bytes, send: Send) -> None:
+    async def _review(self, path: str, body: bytes, send: Send) -> None:
         """Respond to an AdmissionReview of admission.k8s.io/v1 with the review that has its response."""
+        name = path.removeprefix("/")
+        mutation = None
         try:
             with self._metrics.inject_seconds.time():
                 request = decode_review(body)
                 known = await self._services.of(request.namespace) if self._services else None
-                response = encode_json(review(request, self._policy.snapshot.policies, self._injector, known))
+                policies = self._policy.snapshot.policies
+                if path == _WORKLOADS:
+                    warnings = workload_warnings(request, policies, self._injector, known)
+                    response = encode_json(review(request.uid, warnings=warnings))
+                else:
+                    mutation = decide(request, policies, self._injector, known)
+                    response = encode_json(review(request.uid, mutation))
         except BadInput as error:
-            self._metrics.requests.labels("inject", "bad_request").inc()
+            self._metrics.requests.labels(name, "bad_request").inc()
             await _send_detail(send, 400, str(error))
             return
-        self._metrics.requests.labels("inject", "reviewed").inc()
+        self._metrics.requests.labels(name, "reviewed").inc()
         await _send(send, 200, response)
+        if mutation:
+            self._injections.record(request, mutation)
 
     async def _discover(self, type_name: str, body: bytes, send: Send) -> None:
         count = self._metrics.count

@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from control_plane.server.certificates import Certificate
 from control_plane.server.discovery_request import TYPE_URLS
 from control_plane.server.fleet import Fleet
+from control_plane.server.injections import Injections
 from control_plane.server.policy_file import PolicyFile
 from control_plane.vllm import ROLES
 
@@ -20,7 +21,9 @@ _PREFIX = "vllm_priority_control_plane"
 class Metrics:
     """The metrics of one app. Each app has its own registry, so two apps in one process count separately."""
 
-    def __init__(self, policy: PolicyFile, fleet: Fleet, certificate: Certificate | None) -> None:
+    def __init__(
+        self, policy: PolicyFile, fleet: Fleet, injections: Injections, certificate: Certificate | None
+    ) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             f"{_PREFIX}_requests",
@@ -66,6 +69,7 @@ class Metrics:
         }
         ProcessCollector(registry=self.registry)
         self.registry.register(_FleetCollector(policy, fleet))
+        self.registry.register(_InjectionCollector(injections))
 
     def exposition(self) -> bytes:
         """Return all metrics in the Prometheus text format, whose media type is CONTENT_TYPE."""
@@ -93,5 +97,22 @@ class _FleetCollector(Collector):
             labels=["type", "role", "version", "status"],
         )
         for labels, count in sorted(counts.items()):
+            family.add_metric(labels, count)
+        yield family
+
+
+class _InjectionCollector(Collector):
+    def __init__(self, injections: Injections) -> None:
+        self._injections = injections
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        family = CounterMetricFamily(
+            f"{_PREFIX}_injections",
+            "Pods that the webhook reviewed, by result (injected, skipped or rejected) and reason; and warnings about "
+            "injected pods, by code (result warned).",
+            # Prometheus sets the label `namespace` to that of the control plane.
+            labels=("pod_namespace", "result", "reason"),
+        )
+        for labels, count in sorted(self._injections.counts.items()):
             family.add_metric(labels, count)
         yield family

@@ -26,6 +26,8 @@ class ServeSettings:
     injector: InjectorSettings = field(default_factory=InjectorSettings)
     read_services: bool = False
     """Whether to read the Services of a pod's namespace from the Kubernetes API. Needs the permission to list them."""
+    write_events: bool = False
+    """Whether to write Events about injections, on the owners of pods. Needs the permission to create Events."""
     reload_seconds: float = 1.0
     """Time between two looks at the policy file and the certificate."""
     body_seconds: float = 10.0

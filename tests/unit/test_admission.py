@@ -17,7 +17,15 @@ from hypothesis import strategies as st
 
 from control_plane.address import Address
 from control_plane.errors import BadInput, InvalidField
-from control_plane.injector.admission import Mutation, decode_review, encode_json, mutate, read_review, review
+from control_plane.injector.admission import (
+    Mutation,
+    decide,
+    decode_review,
+    encode_json,
+    mutate,
+    read_review,
+    review,
+)
 from control_plane.injector.annotations import InjectionRecord
 from control_plane.injector.envoy_config import MAX_ARGUMENT_BYTES
 from control_plane.injector.json_patch import json_patch
@@ -80,8 +88,14 @@ def ask(pod: Any, **request: Any) -> dict[str, Any]:
 
 
 def answer(pod: Any, settings: InjectorSettings = SETTINGS, services: Any = None, **request: Any) -> dict[str, Any]:
-    response: dict[str, Any] = review(read_review(ask(pod, **request)), POLICIES, settings, services)["response"]
+    response: dict[str, Any] = respond_to(ask(pod, **request), settings, services)["response"]
     return response
+
+
+def respond_to(body: Any, settings: InjectorSettings = SETTINGS, services: Any = None) -> dict[str, Any]:
+    """The AdmissionReview that answers this one."""
+    request = read_review(body)
+    return review(request.uid, decide(request, POLICIES, settings, services))
 
 
 def change(pod: dict[str, Any], settings: InjectorSettings = SETTINGS, services: Any = None) -> Mutation:
@@ -161,7 +175,7 @@ def test_the_patch_creates_parents_first_and_escapes_slashes() -> None:
 
 
 def test_the_response_is_a_review_with_the_uid_of_the_request() -> None:
-    got = review(read_review(ask(make_pod(), uid="abc-1")), POLICIES, SETTINGS)
+    got = respond_to(ask(make_pod(), uid="abc-1"))
     assert got["apiVersion"] == "admission.k8s.io/v1"
     assert got["kind"] == "AdmissionReview"
     assert got["response"]["uid"] == "abc-1"
@@ -186,9 +200,39 @@ def test_the_node_id_is_the_namespace_and_the_name_of_the_pod() -> None:
 def test_a_pod_that_cannot_have_a_sidecar_is_admitted_with_a_warning(pod: dict[str, Any], why: str) -> None:
     response = answer(pod)
     assert response["allowed"] is True
-    assert "patch" not in response
-    assert "patchType" not in response
     assert why in response["warnings"][0]
+    started = jsonpatch.apply_patch(pod, json.loads(base64.b64decode(response["patch"])))
+    assert started["metadata"]["annotations"] == {"vllm-priority.io/status": response["warnings"][0]}
+    assert started["spec"] == pod["spec"]
+
+
+def test_the_status_annotation_says_what_was_done_and_warns_with_codes() -> None:
+    mutation = change(make_pod(asked={"role": "engine"}))
+    assert mutation.pod["metadata"]["annotations"]["vllm-priority.io/status"] == (
+        "injected: mode takeover, engine sidecar on port 18001, vLLM on port 8000."
+        f" NumericTargetsBypass: {mutation.messages[0]}"
+    )
+
+
+def test_the_status_annotation_replaces_one_that_the_template_brought_along() -> None:
+    pod = make_pod(asked={"role": "engine", "status": "not injected (HostNetwork): hostNetwork is true."})
+    assert change(pod).pod["metadata"]["annotations"]["vllm-priority.io/status"].startswith("injected: ")
+
+
+def test_a_second_review_of_a_pod_that_cannot_have_a_sidecar_changes_nothing() -> None:
+    pod = make_pod(hostNetwork=True)
+    patch = json.loads(base64.b64decode(answer(pod)["patch"]))
+    assert "patch" not in answer(jsonpatch.apply_patch(pod, patch))
+
+
+def test_the_owner_of_a_new_pod_is_the_object_that_controls_it() -> None:
+    pod = make_pod()
+    other = {"apiVersion": "v1", "kind": "Node", "name": "n", "uid": "1"}
+    owner = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "m", "uid": "2", "controller": True}
+    pod["metadata"]["ownerReferences"] = [other, {**owner, "blockOwnerDeletion": True}]
+    new = read_review(ask(pod)).pod
+    assert new and new.owner
+    assert (new.name, new.owner.model_dump()) == ("m-*", owner)
 
 
 @pytest.mark.parametrize(
@@ -807,7 +851,7 @@ def test_the_docs_list_every_warning() -> None:
 )
 def test_an_invalid_review_is_bad_input_in_one_line(body: Any) -> None:
     with pytest.raises(BadInput) as caught:
-        review(read_review(body), POLICIES, SETTINGS)
+        respond_to(body)
     assert "\n" not in str(caught.value)
     assert str(caught.value).isascii()
 
@@ -858,7 +902,7 @@ def test_a_review_with_random_values_gets_a_response_or_is_bad_input(
             at[last] = value
             body = value if not place else body
     try:
-        response = review(read_review(body), POLICIES, SETTINGS)["response"]
+        response = respond_to(body)["response"]
     except BadInput as error:
         assert "\n" not in str(error)
         return

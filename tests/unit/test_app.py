@@ -5,20 +5,29 @@ import base64
 import json
 import os
 import re
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from control_plane.errors import BadInput, PolicyError
+from control_plane.injector.admission import decide, read_review
+from control_plane.injector.settings import InjectorSettings
+from control_plane.kubernetes_api import ApiAccess, in_cluster, trust
+from control_plane.policy.load import parse_policies
 from control_plane.render.filter import ManagedEnvoy, filter_config
 from control_plane.server.app import create_app
+from control_plane.server.events import Events
 from control_plane.server.fast_path import MAX_BODY_BYTES
+from control_plane.server.injections import MAX_NAMESPACES
 from control_plane.server.settings import ServeSettings
+from tests.kubernetes_api import Api, running_api, write_certificate
 
 ECDS = "/v3/discovery:extension_configs"
 
@@ -186,35 +195,192 @@ def test_services_cannot_be_read_outside_a_cluster(policy_file: Path) -> None:
         create_app(ServeSettings(policy_file, read_services=True))
 
 
-def test_inject_reads_the_services_of_the_pods_namespace(policy_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Known:
-        """Stands in for Services, which tests/unit/test_services.py tests."""
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Api]:
+    """A server that responds like the Kubernetes API, which the app uses as if it ran in its cluster."""
+    folder = tmp_path / "account"
+    folder.mkdir()
+    write_certificate(folder)
+    (folder / "token").write_text("secret")
+    with running_api(folder) as server:
+        where = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(server.port)}
+        monkeypatch.setattr("control_plane.server.app.in_cluster", lambda: in_cluster(where, folder))
+        yield server
 
-        problem = "The Services of the namespace ml cannot be read."
-        connected = False
 
-        async def connect(self) -> bool:
-            return True
+def eventually(probe: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 30
+    while not (found := probe()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
 
-        async def of(self, namespace: str | None) -> list[dict[str, Any]]:
-            assert namespace == "ml"
-            ports = [{"port": 80, "targetPort": 8000}]
-            return [{"metadata": {"name": "by-number"}, "spec": {"selector": {"app": "vllm"}, "ports": ports}}]
 
-        async def close(self) -> None:
-            pass
-
-    monkeypatch.setattr("control_plane.server.services.Services.in_cluster", Known)
-    pod = {**POD, "metadata": {**POD["metadata"], "labels": {**POD["metadata"]["labels"], "app": "vllm"}}}
+def test_inject_reads_the_services_of_the_pods_namespace(policy_file: Path, api: Api) -> None:
+    ports = [{"port": 80, "targetPort": 8000}]
+    service = {"metadata": {"name": "by-number"}, "spec": {"selector": {"app": "vllm"}, "ports": ports}}
+    api.responses["/api/v1/namespaces/ml/services"] = {"items": [service]}
     with TestClient(create_app(ServeSettings(policy_file, read_services=True))) as client:
-        warnings = client.post("/inject", json=review(pod)).json()["response"]["warnings"]
+        warnings = client.post("/inject", json=review(owned_pod())).json()["response"]["warnings"]
         assert any("by-number" in warning for warning in warnings), warnings
+
+
+def test_it_is_not_ready_until_the_kubernetes_api_has_accepted_a_request(policy_file: Path, api: Api) -> None:
+    api.status = 401
+    with TestClient(create_app(ServeSettings(policy_file, read_services=True))) as client:
         ready = client.get("/readyz")
         assert (ready.status_code, ready.json()["status"]) == (503, "starting"), "nothing was read yet"
-        Known.connected = True
+        api.status = 200
+        eventually(lambda: client.get("/readyz").status_code == 200)
+        api.status = 403
+        client.post("/inject", json=review(POD))
         ready = client.get("/readyz")
         assert (ready.status_code, ready.json()["status"]) == (200, "degraded")
-        assert Known.problem in ready.json()["problems"]
+        assert "namespace ml cannot be read" in ready.json()["problems"][0]
+
+
+def owned_pod(**spec: Any) -> dict[str, Any]:
+    """A pod that a ReplicaSet creates, with a label that a Service selects."""
+    owner = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "m-5f", "uid": "u-1", "controller": True}
+    labels = {**POD["metadata"]["labels"], "app": "vllm"}
+    return {
+        **POD,
+        "metadata": {**POD["metadata"], "labels": labels, "ownerReferences": [owner]},
+        "spec": {**POD["spec"], **spec},
+    }
+
+
+def test_a_warning_becomes_an_event_of_the_object_that_owns_the_pod(policy_file: Path, api: Api) -> None:
+    with TestClient(create_app(ServeSettings(policy_file, write_events=True))) as client:
+        warned = client.post("/inject", json=review(owned_pod())).json()["response"]["warnings"]
+        eventually(lambda: len(api.posted) >= 1 + len(warned))
+    assert {path for path, _ in api.posted} == {"/api/v1/namespaces/ml/events"}
+    events = [event for _, event in api.posted]
+    for event in events:
+        kubernetes_validate.validate(event, "1.35", strict=True)
+        assert event["metadata"]["name"].startswith("m-5f.")
+        involved = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "m-5f", "uid": "u-1", "namespace": "ml"}
+        assert event["involvedObject"] == involved
+    assert [(event["type"], event["reason"]) for event in events] == [
+        ("Normal", "SidecarInjected"), ("Warning", "RoleGuessed"), ("Warning", "NumericTargetsBypass"),
+    ]  # fmt: skip
+    assert [event["message"] for event in events[1:]] == warned
+
+
+def test_a_rollout_of_many_pods_writes_each_event_once(policy_file: Path, api: Api) -> None:
+    with TestClient(create_app(ServeSettings(policy_file, write_events=True))) as client:
+        for _ in range(50):
+            client.post("/inject", json=review(owned_pod(hostNetwork=True)))
+        client.post("/inject", json=review(owned_pod()))
+        eventually(lambda: len(api.posted) >= 4)
+    reasons = [event["reason"] for _, event in api.posted]
+    assert reasons == ["HostNetwork", "SidecarInjected", "RoleGuessed", "NumericTargetsBypass"]
+
+
+def test_a_dry_run_and_a_pod_without_an_owner_write_no_event(policy_file: Path, api: Api) -> None:
+    with TestClient(create_app(ServeSettings(policy_file, write_events=True))) as client:
+        dry = review(owned_pod())
+        dry["request"]["dryRun"] = True
+        client.post("/inject", json=dry)
+        client.post("/inject", json=review(POD))
+        client.post("/inject", json=review(owned_pod(hostNetwork=True)))
+        eventually(lambda: api.posted)
+    assert [event["reason"] for _, event in api.posted] == ["HostNetwork"]
+
+
+@pytest.mark.parametrize("status", [403, 500, None])
+def test_an_event_that_cannot_be_written_affects_no_pod_and_is_reported(
+    policy_file: Path, api: Api, status: int | None
+) -> None:
+    if status is None:
+        api.server_close()  # Nothing listens there any more.
+    else:
+        api.status = status
+    with TestClient(create_app(ServeSettings(policy_file, write_events=True))) as client:
+        response = client.post("/inject", json=review(owned_pod())).json()["response"]
+        assert response["allowed"] and response["patch"]
+        problems = eventually(lambda: client.get("/readyz").json()["problems"])
+        assert problems[0].startswith("Events cannot be written: ")
+        assert client.get("/readyz").status_code == 200
+
+
+def test_events_that_wait_are_bounded() -> None:
+    async def offer() -> int:
+        events = Events(ApiAccess("https://127.0.0.1:1", trust(None), lambda: None))
+        for number in range(10_000):
+            pod = owned_pod()
+            pod["metadata"]["ownerReferences"][0]["uid"] = str(number)
+            request = read_review(review(pod))
+            mutation = decide(request, parse_policies("{}"), InjectorSettings())
+            assert mutation
+            events.offer(request, mutation)
+            if number > 300:
+                break
+        await events.close()
+        return events._waiting.qsize()
+
+    assert asyncio.run(offer()) == 200
+
+
+def test_injections_are_counted_by_namespace_result_and_reason(client: TestClient) -> None:
+    for pod in (POD, owned_pod(hostNetwork=True), {**POD, "metadata": {}}):
+        client.post("/inject", json=review(pod))
+    wrong = {**POD["metadata"], "annotations": {"vllm-priority.io/role": "x"}}
+    client.post("/inject", json=review({**POD, "metadata": wrong}))
+    dry = review(POD)
+    dry["request"]["dryRun"] = True
+    client.post("/inject", json=dry)
+    counts = {
+        ("ml", "injected", ""): 1,
+        ("ml", "rejected", "InvalidAnnotation"): 1,
+        ("ml", "skipped", "HostNetwork"): 1,
+        ("ml", "skipped", "NotRequested"): 1,
+        ("ml", "warned", "NumericTargetsBypass"): 1,
+        ("ml", "warned", "RoleGuessed"): 1,
+    }
+    report = client.get("/api/injections").json()
+    assert {(c["namespace"], c["result"], c["reason"]): c["count"] for c in report["counts"]} == counts
+    metrics = client.get("/metrics").text
+    for (namespace, result, reason), count in counts.items():
+        labels = f'pod_namespace="{namespace}",reason="{reason}",result="{result}"'
+        assert f"vllm_priority_control_plane_injections_total{{{labels}}} {count}.0" in metrics
+    newest, *_, oldest = report["recent"]
+    assert (newest["result"], newest["reason"], newest["pod"]) == ("rejected", "InvalidAnnotation", "m-*")
+    assert [warning["code"] for warning in oldest["warnings"]] == ["RoleGuessed", "NumericTargetsBypass"]
+
+
+def test_namespaces_in_the_metrics_and_recent_injections_are_bounded(client: TestClient) -> None:
+    for number in range(MAX_NAMESPACES + 20):
+        body = review({**POD, "metadata": {}})
+        body["request"]["namespace"] = f"n-{number}"
+        client.post("/inject", json=body)
+    report = client.get("/api/injections").json()
+    assert len(report["counts"]) == MAX_NAMESPACES + 1
+    assert {c["namespace"]: c["count"] for c in report["counts"]}["other"] == 20
+    assert len(report["recent"]) == 200
+
+
+def test_each_injection_is_a_line_in_the_log(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "vllm_priority.control_plane")
+    client.post("/inject", json=review(POD))
+    client.post("/inject", json=review({**POD, "metadata": {"name": "x\ny"}}))
+    warned, left_alone = [record for record in caplog.records if record.getMessage().startswith("Pod ml/")]
+    assert warned.levelname == "WARNING"
+    assert "Pod ml/m-*: injected: mode " in warned.getMessage() and "RoleGuessed: " in warned.getMessage()
+    assert left_alone.levelname == "INFO"
+    assert left_alone.getMessage().startswith("Pod ml/x\\ny: not injected (NotRequested): ")
+
+
+def test_a_workload_is_answered_with_the_warnings_of_its_pods_and_no_patch(client: TestClient) -> None:
+    template = {"metadata": {"labels": POD["metadata"]["labels"]}, "spec": POD["spec"]}
+    body = review({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": "m"}})
+    body["request"]["kind"] = {"group": "apps", "version": "v1", "kind": "Deployment"}
+    body["request"]["object"]["spec"] = {"template": template}
+    response = client.post("/validate-workload", json=body).json()["response"]
+    assert set(response) == {"uid", "allowed", "warnings"}
+    assert response["allowed"] is True
+    assert any(warning.startswith("Deployment/m: container 'vllm' is taken for ") for warning in response["warnings"])
+    assert client.get("/api/injections").json()["counts"] == []
 
 
 def test_a_changed_file_is_served(client: TestClient, policy_file: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import celpy
 import kubernetes_validate
 import pytest
 import yaml
@@ -104,22 +105,34 @@ def test_every_pod_meets_pod_security_restricted(rendered: dict[str, Objects]) -
                 assert context["readOnlyRootFilesystem"] is True
 
 
-def test_no_pod_gets_a_token_that_it_does_not_need(rendered: dict[str, Objects]) -> None:
-    for name, objects in rendered.items():
-        spec = one(objects, "Deployment")["spec"]["template"]["spec"]
-        assert spec["automountServiceAccountToken"] is (name.startswith("read-services") or name == "everything-set")
+API_RULES = {"events": ["create"], "services": ["list"]}
 
 
-def test_nothing_has_access_to_the_api_unless_it_reads_services(rendered: dict[str, Objects]) -> None:
+def test_the_control_plane_has_only_the_access_to_the_api_that_it_uses(rendered: dict[str, Objects]) -> None:
     kinds = {"Role", "ClusterRole", "RoleBinding", "ClusterRoleBinding"}
     for name, objects in rendered.items():
-        roles = [document for document in objects if document["kind"] in kinds]
-        assert bool(roles) == (name.startswith("read-services") or name == "everything-set")
-        for role in roles:
-            for rule in role.get("rules", []):
-                assert rule == {"apiGroups": [""], "resources": ["services"], "verbs": ["list"]}
-    assert {r["metadata"].get("namespace") for r in find(rendered["read-services-namespaces"], "Role")} == {"ml", "web"}
-    assert not find(rendered["read-services-namespaces"], "ClusterRole")
+        values = VARIANTS[name].values
+        used = {"services": values.get("readServices", False)}
+        used["events"] = values.get("webhook", {}).get("enabled", True) and values.get("writeEvents", True)
+        spec = one(objects, "Deployment")["spec"]["template"]["spec"]
+        assert spec["automountServiceAccountToken"] is any(used.values()), name
+        rules = [rule for found in objects if found["kind"] in kinds for rule in found.get("rules", [])]
+        assert {resource for rule in rules for resource in rule["resources"]} == {r for r in used if used[r]}, name
+        for rule in rules:
+            (resource,) = rule["resources"]
+            assert rule == {"apiGroups": [""], "resources": [resource], "verbs": API_RULES[resource]}
+    services = find(rendered["read-services-namespaces"], "Role")
+    assert {role["metadata"].get("namespace") for role in services} == {"ml", "web"}
+    assert len(find(rendered["read-services-namespaces"], "ClusterRole")) == 1
+
+
+def test_without_events_nothing_has_access_to_the_api() -> None:
+    objects = documents(template({"writeEvents": False, "networkPolicy": {"enabled": True}}))
+    assert not [found for found in objects if "Role" in found["kind"]]
+    assert one(objects, "Deployment")["spec"]["template"]["spec"]["automountServiceAccountToken"] is False
+    assert one(objects, "NetworkPolicy")["spec"]["egress"] == []
+    (webhook,) = one(objects, "MutatingWebhookConfiguration")["webhooks"]
+    assert webhook["sideEffects"] == "None"
 
 
 class TestWebhook:
@@ -130,11 +143,15 @@ class TestWebhook:
         assert webhook["objectSelector"] == {"matchLabels": {"vllm-priority.io/inject": "true"}}
         assert [rule["operations"] for rule in webhook["rules"]] == [["CREATE"]]
         assert webhook["rules"][0]["resources"] == ["pods"]
-        assert (webhook["sideEffects"], webhook["timeoutSeconds"], webhook["failurePolicy"]) == ("None", 5, "Ignore")
+        assert (webhook["timeoutSeconds"], webhook["failurePolicy"]) == (5, "Ignore")
+
+    def test_it_has_no_side_effects_in_a_dry_run(self, rendered: dict[str, Objects]) -> None:
+        (webhook,) = one(rendered["default"], "MutatingWebhookConfiguration")["webhooks"]
+        assert webhook["sideEffects"] == "NoneOnDryRun"
 
     def test_kube_system_and_its_own_namespace_are_excluded(self, rendered: dict[str, Objects]) -> None:
         for name, objects in rendered.items():
-            for configuration in find(objects, "MutatingWebhookConfiguration"):
+            for configuration in webhook_configurations(objects):
                 (rule,) = configuration["webhooks"][0]["namespaceSelector"]["matchExpressions"]
                 assert (rule["key"], rule["operator"]) == ("kubernetes.io/metadata.name", "NotIn")
                 assert {"kube-system", NAMESPACE} <= set(rule["values"]), name
@@ -147,7 +164,10 @@ class TestWebhook:
 
     def test_it_uses_the_port_on_which_the_pods_listen(self, rendered: dict[str, Objects]) -> None:
         objects = rendered["default"]
-        target = one(objects, "MutatingWebhookConfiguration")["webhooks"][0]["clientConfig"]["service"]
+        targets = [found["webhooks"][0]["clientConfig"]["service"] for found in webhook_configurations(objects)]
+        assert [target.pop("path") for target in targets] == ["/inject", "/validate-workload"]
+        target, other = targets
+        assert target == other
         service = one(objects, "Service")
         assert (target["name"], target["namespace"]) == (service["metadata"]["name"], service["metadata"]["namespace"])
         (port,) = (port for port in service["spec"]["ports"] if port["port"] == target["port"])
@@ -159,21 +179,88 @@ class TestWebhook:
 
     def test_without_it_there_is_no_certificate(self, rendered: dict[str, Objects]) -> None:
         objects = rendered["no-webhook"]
-        assert not find(objects, "MutatingWebhookConfiguration") + find(objects, "Secret")
+        assert not webhook_configurations(objects) + find(objects, "Secret")
         assert "tls" not in str(one(objects, "Deployment")["spec"]["template"]["spec"])
 
     def test_a_control_plane_outside_the_cluster_is_called_by_its_url(self, rendered: dict[str, Objects]) -> None:
-        (webhook,) = one(rendered["outside"], "MutatingWebhookConfiguration")["webhooks"]
-        assert webhook["clientConfig"]["url"] == "https://192.0.2.7:8443/inject"
-        assert "service" not in webhook["clientConfig"]
+        targets = [found["webhooks"][0]["clientConfig"] for found in webhook_configurations(rendered["outside"])]
+        assert [target["url"] for target in targets] == [
+            "https://192.0.2.7:8443/inject", "https://192.0.2.7:8443/validate-workload",
+        ]  # fmt: skip
+        assert not any("service" in target for target in targets)
+
+
+LABELLED = {"metadata": {"labels": {"vllm-priority.io/inject": "true"}}}
+UNLABELLED: list[dict[str, Any]] = [
+    {"metadata": {"labels": {"vllm-priority.io/inject": "false"}}},
+    {"metadata": {"labels": {"app": "vllm"}}},
+    {"metadata": {"creationTimestamp": None}},
+    {},
+]
+
+
+class TestWorkloadWebhook:
+    def test_it_warns_and_never_rejects(self, rendered: dict[str, Objects]) -> None:
+        for name in ("default", "outside", "oldest"):
+            (webhook,) = one(rendered[name], "ValidatingWebhookConfiguration")["webhooks"]
+            assert (webhook["failurePolicy"], webhook["sideEffects"]) == ("Ignore", "None")
+
+    def test_it_is_called_for_the_kinds_of_workloads(self, rendered: dict[str, Objects]) -> None:
+        (webhook,) = one(rendered["default"], "ValidatingWebhookConfiguration")["webhooks"]
+        assert {resource for rule in webhook["rules"] for resource in rule["resources"]} == {
+            "deployments", "statefulsets", "daemonsets", "jobs", "cronjobs", "leaderworkersets", "rollouts",
+        }  # fmt: skip
+        assert all(rule["operations"] == ["CREATE", "UPDATE"] for rule in webhook["rules"])
+
+    @pytest.mark.parametrize(
+        ("template", "called"), [(LABELLED, True), *((unlabelled, False) for unlabelled in UNLABELLED)]
+    )
+    @pytest.mark.parametrize(
+        "path",
+        [
+            ("spec", "template"),
+            ("spec", "jobTemplate", "spec", "template"),
+            ("spec", "leaderWorkerTemplate", "leaderTemplate"),
+            ("spec", "leaderWorkerTemplate", "workerTemplate"),
+        ],
+    )
+    def test_it_is_called_if_a_pod_template_has_the_label(
+        self, rendered: dict[str, Objects], path: tuple[str, ...], template: dict[str, Any], called: bool
+    ) -> None:
+        workload: dict[str, Any] = template
+        for key in reversed(path):
+            workload = {key: workload}
+        assert is_called(rendered["default"], {"metadata": {"name": "m"}, **workload}) is called
+
+    def test_it_is_called_if_only_the_workload_itself_has_the_label(self, rendered: dict[str, Objects]) -> None:
+        assert is_called(rendered["default"], {**LABELLED, "spec": {"template": {"metadata": {}}}})
+        assert not is_called(rendered["default"], {"metadata": {"name": "m"}, "spec": {"template": {"metadata": {}}}})
+
+    def test_before_kubernetes_1_28_the_workload_itself_needs_the_label(self, rendered: dict[str, Objects]) -> None:
+        (webhook,) = one(rendered["oldest"], "ValidatingWebhookConfiguration")["webhooks"]
+        assert "matchConditions" not in webhook
+        assert webhook["objectSelector"] == {"matchLabels": {"vllm-priority.io/inject": "true"}}
+
+
+def webhook_configurations(objects: Objects) -> Objects:
+    return find(objects, "MutatingWebhookConfiguration") + find(objects, "ValidatingWebhookConfiguration")
+
+
+def is_called(objects: Objects, workload: dict[str, Any]) -> bool:
+    """Whether the API server calls the webhook for this workload, by the webhook's CEL expression."""
+    (webhook,) = one(objects, "ValidatingWebhookConfiguration")["webhooks"]
+    (condition,) = webhook["matchConditions"]
+    environment = celpy.Environment()
+    program = environment.program(environment.compile(condition["expression"]))
+    return bool(program.evaluate({"object": celpy.json_to_cel(workload)}))
 
 
 class TestCertificates:
     def test_all_objects_of_one_render_use_the_same_certificate(self, rendered: dict[str, Objects]) -> None:
         objects = rendered["default"]
         data = {key: base64.b64decode(value) for key, value in one(objects, "Secret")["data"].items()}
-        (webhook,) = one(objects, "MutatingWebhookConfiguration")["webhooks"]
-        assert base64.b64decode(webhook["clientConfig"]["caBundle"]) == data["ca.crt"]
+        for configuration in webhook_configurations(objects):
+            assert base64.b64decode(configuration["webhooks"][0]["clientConfig"]["caBundle"]) == data["ca.crt"]
         ca, leaf = (x509.load_pem_x509_certificate(data[key]) for key in ("ca.crt", "tls.crt"))
         leaf.verify_directly_issued_by(ca)
         key = one(objects, "Pod")["spec"]["containers"][0]["env"][-1]
@@ -227,9 +314,10 @@ class TestCertificates:
     ) -> None:
         objects = rendered[name]
         assert not find(objects, "Secret")
-        configuration = one(objects, "MutatingWebhookConfiguration")
-        assert "caBundle" not in configuration["webhooks"][0]["clientConfig"]
-        source = configuration["metadata"]["annotations"]["cert-manager.io/inject-ca-from"]
+        configurations = webhook_configurations(objects)
+        assert not any("caBundle" in found["webhooks"][0]["clientConfig"] for found in configurations)
+        sources = {found["metadata"]["annotations"]["cert-manager.io/inject-ca-from"] for found in configurations}
+        (source,) = sources
         (certificate,) = (c for c in find(objects, "Certificate") if f"{NAMESPACE}/{c['metadata']['name']}" == source)
         assert certificate["spec"]["issuerRef"] == issuer
         volumes = one(objects, "Deployment")["spec"]["template"]["spec"]["volumes"]
@@ -282,7 +370,7 @@ def test_a_node_with_a_single_replica_can_be_drained() -> None:
         ({"policyConfigMap": "mine", "policy": {"default": 1}}, "would be ignored"),
         ({"policyConfigMap": "mine", "policies": [{"name": "a", "selector": {}}]}, "would be ignored"),
         ({"readServicesNamespaces": ["ml"]}, "but readServices is false"),
-        ({"readServices": True, "serviceAccount": {"create": False}}, "every pod of the namespace could read Services"),
+        ({"serviceAccount": {"create": False}}, "every pod of the namespace would get the same permissions"),
         ({"sidecar": {"numericServices": "redirect"}}, "knows the ports of Services only with readServices"),
         (
             {"readServices": True, "sidecar": {"numericServices": "redirect", "runAsUser": None}},

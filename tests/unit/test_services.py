@@ -1,77 +1,20 @@
 """Services, read over real TLS from a server that responds like the Kubernetes API."""
 
 import asyncio
-import http.server
-import ipaddress
 import json
 import ssl
-import threading
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from control_plane.errors import BadInput
+from control_plane.kubernetes_api import in_cluster
 from control_plane.server.services import Services
+from tests.kubernetes_api import Api, running_api, write_certificate
 
 ITEMS = [{"metadata": {"name": "llm"}, "spec": {"selector": {"app": "x"}, "ports": [{"port": 8000}]}}]
-
-
-class Api(http.server.ThreadingHTTPServer):
-    """The part of the Kubernetes API that is used here."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.requests: list[tuple[str, str | None]] = []
-        self.status, self.body = 200, json.dumps({"kind": "ServiceList", "items": ITEMS})
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    server: Api
-
-    def do_GET(self) -> None:
-        self.server.requests.append((self.path, self.headers.get("authorization")))
-        self.send_response(self.server.status)
-        self.send_header("content-length", str(len(self.server.body)))
-        self.end_headers()
-        self.wfile.write(self.server.body.encode())
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
-def write_certificate(folder: Path) -> None:
-    """Write a CA without the keyUsage extension as ca.crt, and a certificate for 127.0.0.1 with its key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    ca_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kubernetes")])
-    ca = certificate(ca_name).add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-    address = x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))])
-    leaf = certificate(x509.Name([])).add_extension(address, critical=True)
-    issued_by = x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key())
-    pem = serialization.Encoding.PEM
-    for name, builder in (("ca.crt", ca), ("tls.crt", leaf.add_extension(issued_by, critical=False))):
-        identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
-        builder = builder.issuer_name(ca_name).public_key(key.public_key()).add_extension(identifier, critical=False)
-        (folder / name).write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(pem))
-    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    (folder / "key").write_bytes(private)
-
-
-def certificate(subject: x509.Name) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-    )
 
 
 @pytest.fixture
@@ -84,22 +27,15 @@ def account(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def api(account: Path) -> Iterator[Api]:
-    """A running API."""
-    server = Api()
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(account / "tls.crt", account / "key")
-    server.socket = context.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield server
-    server.shutdown()
-    server.server_close()
-    thread.join(5)
+    """A running API that responds to every path with a list of Services."""
+    with running_api(account) as server:
+        server.body = json.dumps({"kind": "ServiceList", "items": ITEMS})
+        yield server
 
 
 def reader(api: Api, account: Path) -> Services:
-    port = str(api.server_address[1])
-    return Services.in_cluster({"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": port}, account)
+    port = str(api.port)
+    return Services(in_cluster({"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": port}, account))
 
 
 def test_services_are_read_with_the_token_of_the_service_account(api: Api, account: Path) -> None:
@@ -201,6 +137,6 @@ def test_a_name_that_is_not_a_valid_namespace_is_never_requested(
 
 def test_services_cannot_be_read_outside_a_cluster(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="only inside a cluster"):
-        Services.in_cluster({}, tmp_path)
+        in_cluster({}, tmp_path)
     with pytest.raises(BadInput, match="cannot be read"):
-        Services.in_cluster({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, tmp_path)
+        in_cluster({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, tmp_path)

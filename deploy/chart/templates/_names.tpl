@@ -86,8 +86,18 @@ seccompProfile:
 - {{ printf "--sidecar-listen-host=%s" .listenHost | quote }}
 - --on-injection-failure={{ .onInjectionFailure }}
 {{- end }}
+{{- if .Values.writeEvents }}
+- --write-events
+{{- end }}
 {{- if .Values.readServices }}
 - --read-services
 - --numeric-services={{ .Values.sidecar.numericServices }}
 {{- end }}
+{{- end -}}
+
+{{/* "true" if the control plane uses the Kubernetes API, otherwise empty. */}}
+{{- define "vllm-priority.usesApi" -}}
+{{- if or .Values.readServices (and .Values.webhook.enabled .Values.writeEvents) -}}
+true
+{{- end -}}
 {{- end -}}
