@@ -549,7 +549,8 @@ def _print_explanation(found: Explanation, policy: Policy) -> None:
 @cli.command(
     epilog=_example(
         "vllm-priority doctor --render http://127.0.0.1:8000 --engine http://127.0.0.1:8001\n"
-        "vllm-priority doctor --engine http://engine.vllm.svc:8000 --api-key $VLLM_API_KEY --json"
+        "vllm-priority doctor --engine http://engine.vllm.svc:8000 --api-key $VLLM_API_KEY --json\n"
+        "vllm-priority doctor --kubernetes --namespace vllm"
     )
 )
 @_option("--render", "render_url", metavar="URL", help="Root URL of a render server, or of the sidecar in front of it.")
@@ -576,6 +577,18 @@ def _print_explanation(found: Explanation, policy: Policy) -> None:
     "--max-fill", metavar="N", type=click.IntRange(1, 1024), default=8, show_default=True,
     help="Largest number of slots to fill on an engine that runs several requests at the same time.",
 )  # fmt: skip
+@_option(
+    "--kubernetes", is_flag=True,
+    help="Examine what runs in a cluster instead: which pods, Services and InferencePools bypass the sidecar.",
+)  # fmt: skip
+@_option("--namespace", metavar="NAME", help="With --kubernetes: the namespace to examine. Default: all namespaces.")
+@_option(
+    "--kubeconfig", metavar="FILE",
+    help="With --kubernetes: the kubeconfig. Default: $KUBECONFIG, ~/.kube/config, or the service account of a pod.",
+)  # fmt: skip
+@_option(
+    "--context", metavar="NAME", help="With --kubernetes: the context of the kubeconfig. Default: the current one."
+)
 @_json_flag
 def doctor(
     render_url: str | None,
@@ -587,6 +600,10 @@ def doctor(
     timeout: float,
     queue_timeout: float,
     max_fill: int,
+    kubernetes: bool,
+    namespace: str | None,
+    kubeconfig: str | None,
+    context: str | None,
     as_json: bool,
 ) -> None:
     """Examine a deployment route by route, and say where a priority is lost.
@@ -595,6 +612,14 @@ def doctor(
     """
     from control_plane import doctor as examination
 
+    if kubernetes:
+        if render_url is not None or engine_url is not None:
+            raise click.UsageError("--kubernetes examines a cluster. Do not use --render and --engine with it.")
+        cluster = asyncio.run(examination.examine_cluster(examination.find_access(kubeconfig, context), namespace))
+        click.echo(json.dumps(cluster.to_json())) if as_json else Console().print(examination.cluster_table(cluster))
+        sys.exit(cluster.exit_status)
+    if namespace is not None or kubeconfig is not None or context is not None:
+        raise click.UsageError("--namespace, --kubeconfig and --context have an effect only with --kubernetes.")
     settings = examination.DoctorSettings(
         render=render_url,
         engine=engine_url,

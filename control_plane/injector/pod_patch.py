@@ -10,6 +10,8 @@ from control_plane.injector.pod import Pod
 
 CONFIG_OPTION = "--config-yaml"
 """Envoy's option whose value is the sidecar's whole configuration."""
+READY_PORT_NAME = "priority-ready"
+"""The name of the port of the sidecar's health listener."""
 
 PORT_PATHS = (
     *(
@@ -117,7 +119,7 @@ def _sidecar_container(plan: Plan) -> dict[str, Any]:
         + [{"name": name, "value": verbatim(text)} for name, text in plan.environment.items()],
         "ports": [
             {"name": plan.port_name, "containerPort": plan.listen, "protocol": "TCP"},
-            {"name": "priority-ready", "containerPort": plan.health, "protocol": "TCP"},
+            {"name": READY_PORT_NAME, "containerPort": plan.health, "protocol": "TCP"},
         ],
         # Ready only while vLLM's port accepts, too. Alive even if vLLM is not: it may load its model for minutes.
         "readinessProbe": {
