@@ -320,6 +320,8 @@ def config(
         ),
     )
     documents = render(target, _policy(policy, policy_name), placement)
+    if TARGETS[target].note:
+        click.echo(f"vllm-priority: note: {TARGETS[target].note}.", err=True)
     if check:
         sidecar.check_config(sidecar.find_envoy(envoy), documents[0])
     text = to_yaml(documents)

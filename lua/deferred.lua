@@ -17,11 +17,17 @@ function envoy_on_request(handle)
   end
   local held = handle:body()
   metadata = word_of(handle)
-  if metadata.rejected_status then
-    return rejection.respond(handle, tonumber(metadata.rejected_status), metadata.rejected_body)
-  end
   if metadata.patches and held then
     held:setBytes(body.patch(held:getBytes(0, held:length()), metadata.patches))
+    if not word_of(handle).deferred then
+      return -- Envoy has responded, because the edited body exceeds its buffer
+    end
+  end
+  report.count(handle, metadata.report.outcome)
+  -- From here on no response is about the hold, and a second instance has nothing to do.
+  handle:streamInfo():dynamicMetadata():set(report.NAMESPACE, "deferred", false)
+  if metadata.rejected_status then
+    return rejection.respond(handle, tonumber(metadata.rejected_status), metadata.rejected_body)
   end
   -- Every chunk that was changed has written its own length into content-length.
   if metadata.deferred == "length" then

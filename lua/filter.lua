@@ -12,17 +12,20 @@ local note, tell = report.note, report.tell
 local HEADER, MEMBER, NAMESPACE = settings.header, "priority", report.NAMESPACE
 local MAX_BODY = settings.max_body_bytes
 
--- A body up to this size is held here; a longer one, and one of unknown length, by the deferred filter. It is what
--- every proxy holds: Envoy Gateway's own limit is the lowest.
-local HELD_HERE = 32768
+-- Whether the proxy is not ours, so that another instance of this filter may be in it.
+local SHARED = settings.counts
+
+-- A body up to this size is held here; a longer one, and one of unknown length, by the deferred filter. Every proxy can
+-- hold it, edited, too: Envoy Gateway's own limit is the lowest, 32 KiB.
+local HELD_HERE = SHARED and 24576 or 32768
 
 -- A longer body that turns out to be malformed after a value was replaced is rejected: to put the old value back, the
 -- deferred filter would have to copy all of it.
 local MAX_PATCHED = 1048576
 
 -- Of a request that is rejected, a body up to this size is read to its end first: a client that is still sending would
--- find its connection reset instead of a response.
-local MAX_DRAINED = 67108864
+-- find its connection reset instead of a response. A body that exceeds the proxy's buffer cannot be read to its end.
+local MAX_DRAINED = settings.buffer_bytes or 67108864
 
 local route_of = priority.router(settings)
 
@@ -73,18 +76,18 @@ local function result(outcome, verdict, last)
   return outcome, verdict
 end
 
--- Reports what became of the body that the editor has seen. Returns the rejection, if any, and the outcome.
-local function finish(handle, editor, size, verdict, route)
+-- What became of the body that the editor has seen: the rejection, if any, the editor's outcome, what is reported.
+local function finish(editor, size, verdict)
   local outcome, failure = json_edit.finish(editor)
   if outcome then
-    local applied
-    outcome, applied = result(outcome, verdict, editor.last)
-    tell(handle, outcome, applied, route)
-    return nil, outcome
+    return nil, outcome, result(outcome, verdict, editor.last)
   end
   local why = REJECTIONS[size == 0 and "empty" or failure]
-  tell(handle, why.outcome, nil, route)
-  return rejection_of(why, verdict), nil
+  return rejection_of(why, verdict), nil, why.outcome, nil
+end
+
+local function word_of(handle)
+  return handle:streamInfo():dynamicMetadata():get(NAMESPACE)
 end
 
 local function respond(handle, why)
@@ -101,8 +104,9 @@ local function edit_held(handle, length, verdict, route)
   end
   local editor = json_edit.new(MEMBER, verdict.text, verdict.replace, size, false)
   local new = size > 0 and body.edit(editor, held, size) or nil
-  local why, outcome = finish(handle, editor, size, verdict, route)
+  local why, outcome, reported, applied = finish(editor, size, verdict)
   if why then
+    tell(handle, reported, nil, route)
     return respond(handle, why)
   end
   local patches = json_edit.patches(editor)
@@ -110,11 +114,16 @@ local function edit_held(handle, length, verdict, route)
     new = body.patch(new or held:getBytes(0, size), body.write_patches(patches))
   end
   if outcome and new then
+    if settings.buffer_bytes and #new > settings.buffer_bytes then
+      tell(handle, rejection.TOO_LARGE.outcome, nil, route)
+      return respond(handle, rejection.TOO_LARGE)
+    end
     held:setBytes(new)
     if not length then
       handle:headers():remove("content-length") -- it came chunked, and leaves chunked
     end
   end
+  tell(handle, reported, applied, route)
 end
 
 -- Envoy's objects end with each chunk, so they are fetched anew.
@@ -154,11 +163,12 @@ local function edit_passing(handle, length, verdict, route, why)
       chunk:setBytes("")
     end
   end
-  if why then
-    tell(handle, why.outcome, nil, route)
-    return reject_deferred(handle, why)
+  -- The deferred filter counts what is noted here, once it holds the whole body.
+  local reported, applied, _ = why and why.outcome, nil, nil
+  if not why then
+    why, _, reported, applied = finish(editor, passed, verdict)
   end
-  why = finish(handle, editor, passed, verdict, route)
+  note(handle, reported, applied, route)
   if why then
     return reject_deferred(handle, why)
   end
@@ -258,6 +268,10 @@ function envoy_on_request(handle)
   local kind, route = route_of(headers:get(":path"))
   if not kind or headers:get(":method") ~= "POST" then
     return
+  end
+  local word = SHARED and word_of(handle)
+  if word and (word.report or word.response) then
+    return -- another instance has edited this request
   end
   if kind == "control character" then
     return reject(handle, headers, rejection.CONTROL_CHARACTER, route)

@@ -75,8 +75,9 @@ if MAX_BODY then
     status = 413,
     no_param = true,
     message = format(
-      "the body is larger than %.0f bytes, the limit for a body whose priority is set (limits.max_body_bytes)",
-      MAX_BODY
+      "the body is larger than %.0f bytes, the limit for a body whose priority is set (%s)",
+      MAX_BODY,
+      MAX_BODY == settings.buffer_bytes and "what a waypoint can hold" or "limits.max_body_bytes"
     ),
   }
 end

@@ -29,10 +29,14 @@ function report.note(handle, outcome, verdict, route)
   })
 end
 
-function report.tell(handle, outcome, verdict, route)
+function report.count(handle, outcome)
   if settings.counts and handle.stats then
     handle:stats():counter(outcome):inc()
   end
+end
+
+function report.tell(handle, outcome, verdict, route)
+  report.count(handle, outcome)
   report.note(handle, outcome, verdict, route)
 end
 

@@ -104,6 +104,13 @@ function response.finish(handle)
     return
   end
   local headers = handle:headers()
+  local noted = metadata.report
+  if noted and (metadata.deferred or noted.outcome == "pending") and headers:get(":status") == "413" then
+    -- Envoy's own response, to a body that exceeds its buffer: nothing has reached the server.
+    report.tell(handle, "too_large", nil, noted.route)
+    handle:streamInfo():dynamicMetadata():set(NAMESPACE, "deferred", false)
+    metadata = handle:streamInfo():dynamicMetadata():get(NAMESPACE)
+  end
   if metadata.response and not metadata.report then
     edit(handle, headers, metadata.response)
   elseif metadata.report and not settings.report_by_routes then

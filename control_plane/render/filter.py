@@ -74,11 +74,19 @@ def filter_settings(policy: Policy, role: Role, place: Place) -> dict[str, Setti
         "tenants": {
             name: _own_settings(policy.of_tenant(name)) for name in (policy.tenants.rules if policy.tenants else ())
         },
-        "max_body_bytes": policy.limits.max_body_bytes,
+        "max_body_bytes": _max_body_bytes(policy, place),
         "deferred": place == "mesh",
+        "buffer_bytes": _WAYPOINT_BUFFER if place == "waypoint" else None,
         "routes_report": place.report_header if isinstance(place, ManagedEnvoy) and renamed else None,
         "counts": not isinstance(place, ManagedEnvoy),
     }
+
+
+def _max_body_bytes(policy: Policy, place: Place) -> int | None:
+    limit = policy.limits.max_body_bytes
+    if place != "waypoint":
+        return limit
+    return _WAYPOINT_BUFFER if limit is None else min(limit, _WAYPOINT_BUFFER)
 
 
 def _own_settings(policy: Policy) -> dict[str, Setting]:
@@ -146,6 +154,9 @@ def _lua(script: str) -> Resource:
 
 _HELD_SLACK = 1048576
 """Bytes that Envoy may hold beyond `limits.max_body_bytes`, so that the filter sees where a body passes that limit."""
+
+_WAYPOINT_BUFFER = 1048576
+"""Bytes of a body that a waypoint holds. It is Envoy's own limit, which a TrafficExtension cannot raise."""
 
 _UNLIMITED = 2**32 - 1
 """Bytes that Envoy may hold where the policy sets no limit: lua/memory.lua sets it, not this."""

@@ -20,10 +20,12 @@ class Target:
         documents: Renders the documents to write.
         options: The options of `vllm-priority config` that this target uses, besides those that every target uses. The
             command rejects the others, which would have no effect.
+        note: What to do before the documents are applied, if anything.
     """
 
     documents: Callable[[Policy, Placement], list[Resource]]
     options: frozenset[str]
+    note: str = ""
 
 
 _ENVOY = frozenset({"spread", "upstream", "listen", "control_plane", "access_log", "request_timeout", "memory_limit"})
@@ -35,7 +37,12 @@ TARGETS: Mapping[str, Target] = {
     "xds": Target(xds, _ENVOY),
     "istio": Target(istio, frozenset({"namespace", "selector"})),
     "istio-waypoint": Target(istio_waypoint, frozenset({"namespace", "upstream"})),
-    "envoy-gateway": Target(envoy_gateway, frozenset({"namespace", "upstream", "gateway"})),
+    "envoy-gateway": Target(
+        envoy_gateway,
+        frozenset({"namespace", "upstream", "gateway"}),
+        note="Envoy Gateway 1.9 and later run Lua only where extensionApis.enableLua is true. Where it is not, the "
+        "routes of these objects respond with 500. Set it before you apply them",
+    ),
 }
 """Name of a target -> how it is rendered."""
 

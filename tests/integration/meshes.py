@@ -7,6 +7,7 @@ planes can do is left out: Istio's peer metadata and stats filters, mTLS, the re
 """
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import yaml
@@ -15,6 +16,7 @@ from control_plane.address import Address
 from control_plane.policy.model import Policy
 from control_plane.render.placement import Placement
 from control_plane.render.targets import render
+from control_plane.vllm import Role
 
 from .sidecars import RunningSidecar
 
@@ -156,10 +158,41 @@ def _merge(into: dict[str, Any], value: dict[str, Any]) -> None:
 class IstioSidecar(RunningSidecar):
     """The inbound side of an Istio sidecar with the target istio's EnvoyFilter applied."""
 
+    def envoy_filters(self, policy: Policy, placement: Placement) -> list[dict[str, Any]]:
+        """The EnvoyFilters that select the pod, in Istio's order."""
+        return render("istio", policy, placement)
+
     def configuration(self, policy: Policy, placement: Placement) -> dict[str, Any]:
         listener = json.loads(json.dumps(yaml.safe_load(_ISTIO)))  # each chain gets filters of its own
-        (envoy_filter,) = render("istio", policy, placement)
-        apply_envoy_filter(envoy_filter, listener)
+        for envoy_filter in self.envoy_filters(policy, placement):
+            apply_envoy_filter(envoy_filter, listener)
+        return _bootstrap(listener, [_cluster("inbound|8000||", placement.upstream), _cluster("BlackHoleCluster")])
+
+
+class SharedIstioSidecar(IstioSidecar):
+    """With the EnvoyFilters of both roles, each of them twice: in the root namespace and in the pod's own."""
+
+    def envoy_filters(self, policy: Policy, placement: Placement) -> list[dict[str, Any]]:
+        both: tuple[Role, Role] = ("render", "engine")
+        return [found for role in both for found in render("istio", policy, replace(placement, role=role))] * 2
+
+
+class WaypointProxy(RunningSidecar):
+    """The script of the target istio-waypoint's TrafficExtension where a waypoint has it: right before the router.
+
+    Nothing else of a waypoint is here: its listeners for HBONE, its routes, and the filters of Istio's own builds.
+    """
+
+    def configuration(self, policy: Policy, placement: Placement) -> dict[str, Any]:
+        service = Placement.default(self.role, "istio-waypoint").upstream
+        (extension,) = render("istio-waypoint", policy, Placement(
+            self.role, placement.listen, service, placement.admin))  # fmt: skip
+        listener = yaml.safe_load(_ISTIO)
+        code = {"default_source_code": {"inline_string": extension["spec"]["lua"]["inlineCode"]}}
+        lua = {"name": "vllm-priority", "typed_config": {"@type": f"{_API}.http.lua.v3.Lua", **code}}
+        (manager,) = (entry["typed_config"] for entry in listener["filter_chains"][1]["filters"])
+        manager["http_filters"].insert(-1, lua)
+        listener["filter_chains"][2]["filters"] = listener["filter_chains"][1]["filters"]
         return _bootstrap(listener, [_cluster("inbound|8000||", placement.upstream), _cluster("BlackHoleCluster")])
 
 

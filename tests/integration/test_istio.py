@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 
 from control_plane.policy.model import Policy
+from control_plane.render.filter import OUTCOMES
 from control_plane.render.placement import Placement
 
 from . import test_body, test_meaning, test_transport
-from .conftest import RENDER, SidecarFactory, run_sidecars
-from .meshes import IstioSidecar
+from .conftest import GENERATE, MESSAGES, RENDER, SidecarFactory, run_sidecars
+from .meshes import IstioSidecar, SharedIstioSidecar, WaypointProxy
+from .oracle import assert_moved
 from .sidecars import RunningSidecar
 from .test_run import FIVE, JSON, Held, free_address
 from .test_transport import image as image  # a fixture of its cases
-from .upstream import RecordingUpstream
+from .upstream import RecordingUpstream, answering, response
 from .wire import Header, Http1, call, priority
 
 # What a mesh decides, not the filter: its clocks, its pool, who says 100 Continue, whether it decodes %72 in a path.
@@ -125,6 +127,108 @@ def test_istio_retries_a_request_whose_body_envoy_would_keep_without_the_filter(
         assert front.stats()["cluster.inbound|8000||.upstream_rq_retry"] == retries
     finally:
         front.stop()
+
+
+# ----- several instances of the filter in one proxy
+
+
+@pytest.fixture(scope="module")
+def _shared(
+    envoy: Path, _upstream: RecordingUpstream, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SidecarFactory]:
+    yield from run_sidecars(SharedIstioSidecar, envoy, _upstream, tmp_path_factory)
+
+
+@pytest.mark.parametrize("target", [RENDER, GENERATE])
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+@pytest.mark.parametrize("size", [10, 30000, 200000, 3000000])
+def test_a_second_instance_leaves_the_firsts_work_alone(
+    _shared: SidecarFactory, upstream: RecordingUpstream, target: str, framing: str, size: int
+) -> None:
+    front = _shared("render", fresh=True)
+    body = b'{"a":"%b"}' % (b"x" * size)
+    with Http1(front.address) as client:
+        answer = client.post(target, [JSON, FIVE], body, framing=framing)
+    assert (answer.status, answer.all("x-vllm-priority-applied")) == (200, ["5; source=header; outcome=inserted"])
+    assert_moved(upstream.only, body, 5)
+    assert front.counter("inserted") == 1
+    assert front.counter("absent") == 0
+
+
+def test_a_second_instance_leaves_a_patch_of_the_first_alone(
+    _shared: SidecarFactory, upstream: RecordingUpstream
+) -> None:
+    """A value in front of a later error, or one that is replaced by a longer one, is patched into the held body."""
+    body = b'{"priority":1,"a":"%b","priority":2}' % (b"x" * 100000)
+    with Http1(_shared("render").address) as client:
+        answer = client.post(RENDER, [JSON, (b"X-Vllm-Priority", b"-1234567")], body, framing="chunked")
+    assert answer.applied == "-1234567; source=header; outcome=replaced"
+    assert upstream.only.body == body.replace(b'"priority":1', b'"priority":-1234567').replace(b":2}", b":-1234567}")
+
+
+def test_a_response_is_edited_and_counted_once_by_several_instances(
+    _shared: SidecarFactory, upstream: RecordingUpstream
+) -> None:
+    upstream.handler = answering(response(b'{"token_ids":[1],"priority":0}'))
+    front = _shared("render", fresh=True)
+    answer = call(front.address, MESSAGES, b"{}", priority("7"))
+    assert answer.body == b'{"token_ids":[1],"priority":7}'
+    assert answer.all("x-vllm-priority-applied") == ["7; source=header; outcome=response_edited"]
+    assert front.counter("response_edited") == 1
+
+
+# ----- a waypoint
+
+
+WAYPOINT = 1048576
+
+
+@pytest.fixture(scope="module")
+def _waypoints(
+    envoy: Path, _upstream: RecordingUpstream, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SidecarFactory]:
+    yield from run_sidecars(WaypointProxy, envoy, _upstream, tmp_path_factory)
+
+
+TOO_LARGE = "none; outcome=too_large"
+
+
+def lua_counters(front: RunningSidecar) -> dict[str, int]:
+    """What scripts without a stat_prefix have counted, by outcome. Empty before Envoy 1.38, where they cannot count."""
+    named = {name.rpartition(".lua.")[2]: value for name, value in front.stats().items() if ".lua." in name}
+    return {outcome: value for outcome, value in named.items() if outcome in OUTCOMES and value}
+
+
+@pytest.mark.parametrize(
+    ("size", "framing", "status", "report"),
+    [
+        (10, "length", 200, "5; source=header; outcome=inserted"),
+        (WAYPOINT - 100, "length", 200, "5; source=header; outcome=inserted"),
+        (WAYPOINT - 100, "chunked", 200, "5; source=header; outcome=inserted"),
+        (WAYPOINT - 5, "length", 413, TOO_LARGE),
+        (WAYPOINT - 5, "chunked", 413, TOO_LARGE),
+        (WAYPOINT + 1, "length", 413, TOO_LARGE),
+        (2 * WAYPOINT, "chunked", 413, TOO_LARGE),
+    ],
+)
+def test_a_waypoint_says_what_became_of_a_body_near_its_limit(
+    _waypoints: SidecarFactory, upstream: RecordingUpstream, size: int, framing: str, status: int, report: str
+) -> None:
+    front = _waypoints("render", fresh=True)
+    body = b'{"a":"%b"}' % (b"x" * (size - 8))
+    with Http1(front.address) as client:
+        answer = client.post(RENDER, [JSON, FIVE], body, framing=framing)
+    assert (answer.status, answer.applied) == (status, report)
+    assert lua_counters(front) in ({"inserted" if status == 200 else "too_large": 1}, {})
+    if status == 200:
+        assert_moved(upstream.only, body, 5)
+    else:
+        assert not upstream.requests
+
+
+def test_a_waypoints_own_rejection_names_its_limit(_waypoints: SidecarFactory) -> None:
+    answer = call(_waypoints().address, RENDER, b"{}".ljust(WAYPOINT + 1), priority("5"))
+    assert "1048576 bytes, the limit for a body whose priority is set (what a waypoint can hold)" in str(answer.body)
 
 
 class _RoutedByPriority(IstioSidecar):

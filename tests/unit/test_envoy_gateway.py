@@ -245,7 +245,7 @@ def test_the_stand_in_for_the_validator_refuses_what_the_real_one_does() -> None
 # Where Envoy Gateway's API has them: https://gateway.envoyproxy.io/latest/api/extension_types/
 FIELDS = {
     "ClientTrafficPolicy": {
-        "timeout.http.streamIdleTimeout", "connection.bufferLimit",
+        "connection.bufferLimit",
         "http2.initialStreamWindowSize", "http2.initialConnectionWindowSize",
     },
     "BackendTrafficPolicy": {"timeout.http.connectionIdleTimeout"},

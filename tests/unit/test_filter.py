@@ -381,6 +381,9 @@ def test_a_long_body_gets_its_member_and_an_exact_length(
     place: Place | None, body: bytes, size: int, length: bool
 ) -> None:
     found = send(body=body, size=size, length=length, place=place)
+    if place == "waypoint" and len(body) > 1 << 20:
+        assert (found.report, found.refusal and found.refusal[0]) == ("none; outcome=too_large", 413)
+        return
     assert found.report == INSERTED
     end = body.rindex(b"}")
     assert found.body == body[:end] + b',"priority":5' + body[end:]
