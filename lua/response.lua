@@ -21,8 +21,9 @@ function response.expect(handle, verdict, route)
 end
 
 -- A response up to this size is held until it is edited, so that the report says what was done. A longer one, and one
--- of unknown length, is edited while it passes, and its header says what is about to be done.
-local HELD_HERE = 131072
+-- of unknown length, is edited while it passes, and its header says what is about to be done. A proxy that is not ours
+-- may have small buffers: Envoy Gateway's are 32 KiB by default, and a response that exceeds them becomes a 500.
+local HELD_HERE = settings.counts and 24576 or 131072
 
 local function say(handle, headers, outcome, verdict, route)
   report.note(handle, outcome, verdict, route)

@@ -111,6 +111,20 @@ def test_the_report_and_the_counter_say_what_became_of_a_body_near_the_gateways_
     assert len(upstream.requests) == fits
 
 
+@pytest.mark.parametrize("size", [20000, 24570, 30000, 32768, 100000, 200000])
+def test_a_response_near_the_gateways_limit_carries_the_priority(
+    envoy: Path, upstream: RecordingUpstream, tmp_path: Path, size: int
+) -> None:
+    body = b'{"token_ids":[%b1],"priority":0}' % (b"1," * (size // 2 - 16))
+    upstream.handler = answering(response(body))
+    front = _DefaultLimits(envoy, tmp_path, "render", Policy(), upstream.address)
+    try:
+        answer = call(front.address, MESSAGES, b"{}", priority("-7000000"))
+    finally:
+        front.stop()
+    assert (answer.status, answer.body) == (200, body.replace(b":0}", b":-7000000}"))
+
+
 @pytest.mark.parametrize("target", ["/v1/models", "/v1/chat/completions"])
 def test_another_path_does_not_meet_the_script(
     gateway: SidecarFactory, upstream: RecordingUpstream, target: str
