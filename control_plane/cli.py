@@ -20,6 +20,7 @@ from rich.console import Console
 
 from control_plane import __version__, memory, sidecar
 from control_plane.address import Address
+from control_plane.endpoint import ControlPlaneEndpoint
 from control_plane.errors import BadInput, InvalidField, PolicyError, PriorityError
 from control_plane.explain import Explanation, explain
 from control_plane.injector.manifests import inject_stream, uninject_stream
@@ -82,8 +83,8 @@ def _policy(path: str | None, name: str | None) -> Policy:
 _ALL = tuple(TARGETS)
 _FOR_EVERY_TARGET = ("role", "target", "policy", "policy_name", "output")
 _FOR_SOME_TARGETS = (
-    "spread", "upstream", "listen", "admin", "control_plane", "health", "access_log", "request_timeout", "memory_limit",
-    "namespace", "selector", "gateway", "envoy", "check",
+    "spread", "upstream", "listen", "admin", "control_plane_ca", "control_plane", "health", "access_log",
+    "request_timeout", "memory_limit", "namespace", "selector", "gateway", "envoy", "check",
 )  # fmt: skip
 USED_BY: Mapping[str, tuple[str, ...]] = {_option_of(field): _ALL for field in _FOR_EVERY_TARGET} | {
     _option_of(field): tuple(name for name, target in TARGETS.items() if field in target.options)
@@ -151,6 +152,17 @@ def _own_address(text: str, what: str) -> Address:
     return address
 
 
+def _endpoint(url: str | None, ca: str | None) -> ControlPlaneEndpoint | None:
+    if url is None:
+        if ca is not None:
+            raise BadInput("--control-plane-ca: not used without --control-plane. Set --control-plane too.")
+        return None
+    endpoint = ControlPlaneEndpoint.parse(url, ca)
+    if endpoint.warning:
+        _complain(f"vllm-priority: {endpoint.warning}")
+    return endpoint
+
+
 class _Option(click.Option):
     """Says of each type in one form what was wrong and what is allowed. click's own words do not always say that."""
 
@@ -192,7 +204,11 @@ _policy_name = _option("--policy-name", metavar="NAME", help="One of the file's 
 _listen = _option("--listen", metavar="HOST:PORT", help="Where the sidecar listens. Default: as the role has it.")
 _admin = _option("--admin", metavar="HOST:PORT", help="Envoy's admin: metrics and drain. Default: loopback.")
 _control_plane = _option(
-    "--control-plane", metavar="HOST:PORT", help="A running `vllm-priority serve` that sends policy changes."
+    "--control-plane", metavar="URL",
+    help="A running `vllm-priority serve` that sends policy changes: https://HOST:PORT, or http://HOST:PORT.",
+)  # fmt: skip
+_control_plane_ca = _option(
+    "--control-plane-ca", metavar="FILE", help="CA that signed the control plane's certificate, in PEM."
 )
 _request_timeout = _option(
     "--request-timeout", type=_whole(range(86401)), default=DEFAULT_REQUEST_TIMEOUT, show_default=True,
@@ -266,6 +282,7 @@ def validate(path: str, as_json: bool) -> None:
 @_listen
 @_admin
 @_control_plane
+@_control_plane_ca
 @_option("--health", metavar="HOST:PORT", help="Address for GET /ready and GET /stats/prometheus. Default: none.")
 @_option("--access-log", metavar="FILE", default="/dev/stdout", show_default=True, help="Envoy's access log.")
 @_request_timeout
@@ -291,6 +308,7 @@ def config(
     listen: str | None,
     admin: str | None,
     control_plane: str | None,
+    control_plane_ca: str | None,
     health: str | None,
     access_log: str,
     request_timeout: int,
@@ -307,11 +325,13 @@ def config(
     _say_unused(context, target)
     if envoy is not None and not check:
         raise BadInput("--envoy: nothing runs it; allowed: with --check")
+    endpoint = _endpoint(control_plane, control_plane_ca)
     placement = replace(
         _placement(role, upstream, listen, admin, target, spread=spread),
         access_log=access_log,
         request_timeout_seconds=request_timeout,
-        control_plane=Address.parse(control_plane, "--control-plane") if control_plane is not None else None,
+        control_plane=endpoint.address if endpoint else None,
+        control_plane_trust=endpoint.trust if endpoint else None,
         health=_own_address(health, "--health") if health is not None else None,
         policy_name=policy_name,
         attachment=Attachment.parse(namespace, selector, gateway),
@@ -344,6 +364,7 @@ def config(
 @_policy_file
 @_policy_name
 @_control_plane
+@_control_plane_ca
 @_option("--concurrency", type=_whole(WORKERS), default=2, show_default=True, help="Envoy workers.")
 @_option("--envoy", metavar="FILE", help="Envoy to run. Default: $ENVOY, the PATH, the PyPI wheel.")
 @_option("--access-log", metavar="FILE", default="/dev/stdout", show_default=True, help="Envoy's access log.")
@@ -369,6 +390,7 @@ def run(
     policy: str | None,
     policy_name: str | None,
     control_plane: str | None,
+    control_plane_ca: str | None,
     concurrency: int,
     envoy: str | None,
     access_log: str,
@@ -382,11 +404,13 @@ def run(
 
     SIGHUP reads the file of --policy again, and no connection is lost. SIGTERM and SIGINT drain first.
     """
+    endpoint = _endpoint(control_plane, control_plane_ca)
     placement = replace(
         _placement(role, upstream, listen, admin, spread=spread),
         access_log=access_log,
         request_timeout_seconds=request_timeout,
-        control_plane=Address.parse(control_plane, "--control-plane") if control_plane is not None else None,
+        control_plane=endpoint.address if endpoint else None,
+        control_plane_trust=endpoint.trust if endpoint else None,
         policy_name=policy_name,
         node_id=f"{role}-{os.uname().nodename}-{os.getpid()}",
         memory_limit_bytes=(
@@ -678,7 +702,8 @@ _INJECTOR_OPTIONS = (
         "--kubernetes-version", metavar="VERSION",
         help="Version of the cluster, for example 1.33. Default: not known, so the sidecar is a plain container.",
     ),
-    _option("--control-plane", metavar="HOST:PORT", help="Where injected sidecars fetch policy changes."),
+    _option("--control-plane", metavar="URL", help="Where injected sidecars fetch policy changes: https://HOST:PORT."),
+    _option("--control-plane-ca", metavar="FILE", help="CA that signed the control plane's certificate, in PEM."),
     _option(
         "--drain-seconds", type=_whole(DRAIN_SECONDS), default=5, show_default=True,
         help="How long vLLM goes on serving after its pod began to stop, in seconds.",
@@ -713,7 +738,8 @@ def _injector(options: Mapping[str, Any]) -> InjectorSettings:
 
 
 def _injector_settings(options: Mapping[str, Any]) -> InjectorSettings:
-    uid, resources, control_plane = options["sidecar_uid"], options["sidecar_resources"], options["control_plane"]
+    uid, resources = options["sidecar_uid"], options["sidecar_resources"]
+    endpoint = _endpoint(options["control_plane"], options["control_plane_ca"])
     if not re.fullmatch(r"none|[0-9]{1,10}", uid):
         raise InvalidField("uid", not_a_uid(uid))
     return InjectorSettings(
@@ -722,7 +748,8 @@ def _injector_settings(options: Mapping[str, Any]) -> InjectorSettings:
         resources=parse_resources(resources) if resources is not None else DEFAULT_RESOURCES,
         native={"auto": None, "true": True, "false": False}[options["native"]],
         kubernetes_version=options["kubernetes_version"],
-        control_plane=Address.parse(control_plane, "--control-plane") if control_plane is not None else None,
+        control_plane=endpoint.address if endpoint else None,
+        control_plane_trust=endpoint.trust if endpoint else None,
         numeric_services=options.get("numeric_services", "warn"),
         on_injection_failure=options.get("on_injection_failure", "fail"),
         own_namespace=options.get("own_namespace"),

@@ -236,17 +236,27 @@ class ControlPlaneWatch:
     Envoy's log has a line for each poll that fails, 17,000 a day, and none for the first that succeeds.
     """
 
-    _COUNTERS = r"^(extension_config_discovery\..*\.update_failure|cluster\.control_plane\.upstream_rq_(200|304))$"
+    _COUNTERS = (
+        r"^(extension_config_discovery\..*\.update_failure"
+        r"|cluster\.control_plane\.(upstream_rq_(200|304|401)|ssl\.fail_verify_(error|san)))$"
+    )
+    _REASONS: Mapping[str, str] = {
+        "upstream_rq_401": "rejects the sidecar's token",
+        "ssl.fail_verify_error": "has an expired certificate, or one that its CA (--control-plane-ca) did not sign",
+        "ssl.fail_verify_san": "has a certificate for another name",
+    }
 
     def __init__(self, address: Address) -> None:
         self._address = address
         self._answers = self._failures = 0
+        self._before: Mapping[str, int] = {}
         self._away = False
 
     def look(self, counters: Mapping[str, int]) -> str | None:
         """The line to say, if any, after these counters, which are what `read` gives."""
-        answers = sum(value for name, value in counters.items() if "upstream_rq_" in name)
+        answers = sum(value for name, value in counters.items() if name.endswith(("_200", "_304")))
         failures = sum(value for name, value in counters.items() if name.endswith("update_failure"))
+        before, self._before = self._before, counters
         if answers > self._answers:
             self._answers, self._failures = answers, failures
             was_away, self._away = self._away, False
@@ -254,7 +264,15 @@ class ControlPlaneWatch:
         # One poll may fail as its connection closes.
         if failures > self._failures + 1 and not self._away:
             self._away = True
-            return f"the control plane {self._address} does not answer; the sidecar keeps its last policy"
+            why = next(
+                (
+                    reason
+                    for counter, reason in self._REASONS.items()
+                    if counters.get(name := f"cluster.control_plane.{counter}", 0) > before.get(name, 0)
+                ),
+                "does not answer",
+            )
+            return f"the control plane {self._address} {why}; the sidecar keeps its last policy"
         return None
 
     def read(self, sidecar: Sidecar) -> dict[str, int]:

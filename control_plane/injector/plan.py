@@ -224,6 +224,7 @@ def _config(
         admin=Address("127.0.0.1", ports.admin),
         health=Address(settings.listen_host, ports.health),
         control_plane=settings.control_plane,
+        control_plane_trust=settings.control_plane_trust,
         policy_name=request.policy,
         memory_limit_bytes=_memory_limit(resources),
         # Whoever raises vLLM's own timeout has, for example, a load balancer that keeps connections for longer.

@@ -8,6 +8,7 @@ from control_plane.address import Address
 from control_plane.errors import BadInput, InvalidField
 from control_plane.injector.resources import DEFAULT_RESOURCES, ResourceRequirements
 from control_plane.render.placement import check_namespace
+from control_plane.tls import ServerTrust
 
 ENVOY_VERSION = "1.40.0"
 """The newest Envoy that the tests run, and the one that is pinned."""
@@ -65,6 +66,8 @@ class InjectorSettings:
     """The cluster's version: "1.33", "v1.33.2-gke.1". None: not known, so the sidecar is a plain container."""
     control_plane: Address | None = None
     """Where sidecars fetch policy changes. None: they keep the policy that they start with."""
+    control_plane_trust: ServerTrust | None = None
+    """How they verify the control plane. None: they use plain HTTP."""
     numeric_services: Literal["warn", "redirect"] = "warn"
     """What to do if a Service is known to target vLLM's port by number."""
     on_injection_failure: Literal["fail", "ignore"] = "fail"

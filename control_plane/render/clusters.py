@@ -2,8 +2,10 @@
 
 from control_plane.policy.model import Policy
 from control_plane.render.addresses import discovery_type, socket_address
+from control_plane.render.filter import poll_token_script
 from control_plane.render.placement import Placement
 from control_plane.render.templates import Resource, render_template
+from control_plane.tls import to_server
 
 # How bodies are handled in an Envoy that we configure.
 CONNECTION_BUFFER = 262144
@@ -29,6 +31,8 @@ def clusters(policy: Policy, placement: Placement) -> list[Resource]:
                 discovery_type=discovery_type(placement.control_plane),
                 address=socket_address(placement.control_plane),
                 health_checks=_CONTROL_PLANE_CHECKS if placement.health else [],
+                transport_socket=placement.control_plane_trust and to_server(placement.control_plane_trust),
+                token_script=placement.token_file and poll_token_script(placement.token_file),
             )
         )
     if placement.health:

@@ -138,6 +138,11 @@ def deferred_script(policy: Policy, place: Place) -> str:
     return bundle(settings, "deferred", sees_responses=True, comments=place == "mesh")
 
 
+def poll_token_script(token_file: str) -> str:
+    """The script that adds the sidecar's token to its polls."""
+    return bundle({"token_file": token_file}, "poll_token", comments=False)
+
+
 def filter_config(policy: Policy, role: Role, place: Place) -> Resource:
     """The main filter's typed_config."""
     return _lua(filter_script(policy, role, place))

@@ -40,13 +40,14 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     ),
     "deferred": ("body", "rejection", "report"),
     "on_response": ("response",),
+    "poll_token": ("settings",),
 }
 
 # Comments, indentation and empty lines. No text in the Lua files has several lines, or two dashes after a blank.
 _FOR_PEOPLE = re.compile(r"^\s*--.*\n|\s+--\s.*$|^\s+", re.MULTILINE)
 
 Setting = str | int | bool | None | Mapping[str, "Setting"] | tuple["Setting", ...]
-Script = Literal["filter", "deferred"]
+Script = Literal["filter", "deferred", "poll_token"]
 
 
 def bundle(

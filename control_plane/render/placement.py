@@ -7,6 +7,7 @@ from typing import Self
 
 from control_plane.address import Address
 from control_plane.errors import BadInput
+from control_plane.tls import ServerTrust
 from control_plane.vllm import DEFAULT_PORT, ROLES, Role
 
 DEFAULT_LISTEN: Mapping[Role, Address] = {"render": Address("0.0.0.0", 18000), "engine": Address("0.0.0.0", 18001)}
@@ -102,6 +103,10 @@ class Placement:
     admin: Address
     health: Address | None = None
     control_plane: Address | None = None
+    control_plane_trust: ServerTrust | None = None
+    """How to verify the control plane. None: polls are plain HTTP."""
+    token_file: str | None = None
+    """The file with the token that each poll carries. None: polls carry no token."""
     node_id: str = "vllm-priority"
     labels: Mapping[str, str] = field(default_factory=dict)
     policy_name: str | None = None

@@ -28,7 +28,12 @@ class Target:
     note: str = ""
 
 
-_ENVOY = frozenset({"spread", "upstream", "listen", "control_plane", "access_log", "request_timeout", "memory_limit"})
+_ENVOY = frozenset(
+    {
+        "spread", "upstream", "listen", "control_plane", "control_plane_ca", "access_log", "request_timeout",
+        "memory_limit",
+    }
+)  # fmt: skip
 
 TARGETS: Mapping[str, Target] = {
     "bootstrap": Target(

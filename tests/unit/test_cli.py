@@ -21,7 +21,7 @@ import yaml
 from control_plane import __version__
 from control_plane.cli import OPTIONS, USED_BY, cli, main
 from control_plane.render.targets import TARGETS
-from tests.pem import write_pair
+from tests.pem import Authority, write_pair
 from tools.build_manifests import injected_example
 
 COMMANDS = sorted(cli.commands)
@@ -33,6 +33,9 @@ class Outcome(NamedTuple):
     status: int
     out: str
     err: str
+
+
+CA = Authority().pem
 
 
 @pytest.fixture
@@ -55,6 +58,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("not-envoy", "no-program"):
         (tmp_path / name).chmod(0o755)
     (tmp_path / "folder").mkdir()
+    (tmp_path / "ca.crt").write_text(CA)
     monkeypatch.chdir(tmp_path)
     for name in ("ENVOY", "VLLM_API_KEY"):
         monkeypatch.delenv(name, raising=False)
@@ -214,6 +218,7 @@ BOOTSTRAP = ["config", "--role", "render", "--target", "bootstrap"]
 RUN = ["run", "--role", "render", "--upstream", "{dead}", "--listen", "{free}"]
 EXPLAIN = ["explain", "--path", "/inference/v1/generate"]
 INJECT = ["inject", "-f", "ok.yaml"]
+NOT_A_URL = "is not a valid URL. Use https://HOST:PORT together with --control-plane-ca, for example https://"
 ADDRESS = "is no address; allowed: HOST:PORT, such as 127.0.0.1:8000 or [::1]:8000"
 URL = "is not a valid server URL. Use the root URL of a server, for example http://127.0.0.1:8000."
 
@@ -230,12 +235,41 @@ URL = "is not a valid server URL. Use the root URL of a server, for example http
         (["config", "--role", "render", "--target", "nginx"], "--target: 'nginx' is not allowed; allowed: bootstrap, "),
         *(
             ([*BOOTSTRAP, option, address], f"{option}: {address!r} {ADDRESS}")
-            for option in ("--upstream", "--listen", "--admin", "--control-plane")
+            for option in ("--upstream", "--listen", "--admin")
             for address in ("", "vllm", ":80", "vllm:", "vllm:http", "vllm:0", "vllm:65536", "http://vllm:80", "::1:80")
         ),
         *(
             ([*BOOTSTRAP, "--upstream", address], f"--upstream: {address!r} {ADDRESS}")
             for address in ("a b:80", "a..b:80", "-a:80", "1.2.3:80", "256.1.1.1:80", "[g::]:80", "[1.2.3.4]:80", "a:٨")
+        ),
+        *(
+            ([*BOOTSTRAP, "--control-plane", url], f"--control-plane: {url!r} {NOT_A_URL}")
+            for url in ("", "vllm", "vllm:80", "127.0.0.1:8080", "HTTPS://vllm:80", "ftp://vllm:80", "//vllm:80")
+        ),
+        *(
+            ([*BOOTSTRAP, "--control-plane", f"{scheme}://{address}"], f"--control-plane: {address!r} {ADDRESS}")
+            for scheme in ("http", "https")
+            for address in ("", "vllm", "vllm:", "vllm:0", "vllm:80/", "user@vllm:80", "::1:80", "http://vllm:80")
+        ),
+        (
+            [*BOOTSTRAP, "--control-plane", "https://vllm:80"],
+            "--control-plane-ca: not set, and --control-plane is an https:// URL. Use the PEM file of the CA",
+        ),
+        (
+            [*BOOTSTRAP, "--control-plane", "http://vllm:80", "--control-plane-ca", "ca.crt"],
+            "--control-plane-ca: not used with http://. Use an https:// URL in --control-plane.",
+        ),
+        (
+            [*BOOTSTRAP, "--control-plane-ca", "ca.crt"],
+            "--control-plane-ca: not used without --control-plane. Set --control-plane too.",
+        ),
+        (
+            [*BOOTSTRAP, "--control-plane", "https://vllm:80", "--control-plane-ca", "none.crt"],
+            "--control-plane-ca: none.crt: cannot be read: No such file or directory. Use a file in PEM format.",
+        ),
+        (
+            [*BOOTSTRAP, "--control-plane", "https://vllm:80", "--control-plane-ca", "ok.yaml"],
+            "--control-plane-ca: ok.yaml: not a certificate in PEM format. Use the file of the CA.",
         ),
         (
             [*BOOTSTRAP, "--listen", "localhost:80"],
@@ -335,7 +369,7 @@ URL = "is not a valid server URL. Use the root URL of a server, for example http
         (["inject", "-f", "pod.yaml"], "line 4: malformed YAML: "),
         (["inject", "-f", "pod.yaml", "--uninject"], "line 4: malformed YAML: "),
         ([*INJECT, "--sidecar-resources", "{"], "--sidecar-resources: malformed JSON '{'. Use JSON, for example"),
-        ([*INJECT, "--control-plane", "here"], f"--control-plane: 'here' {ADDRESS}"),
+        ([*INJECT, "--control-plane", "here:80"], f"--control-plane: 'here:80' {NOT_A_URL}"),
         # serve
         (["serve"], "vllm-priority serve: Missing option '--policy'."),
         (["serve", "--policy", "ok.yaml", "--listen", "here"], f"--listen: 'here' {ADDRESS}"),
@@ -402,8 +436,7 @@ INJECTOR_OPTIONS = [
         for uid in ("", "0", "-1", "root", "None", "1.0", "2147483648", "9" * 5000)
     ),
     *(
-        ("--control-plane", address, f"--control-plane: {address!r} {ADDRESS}")
-        for address in ("", "here", "http://vllm-priority:8080")
+        ("--control-plane", url, f"--control-plane: {url!r} {NOT_A_URL}") for url in ("", "here", "vllm-priority:8080")
     ),
 ]  # fmt: skip
 
@@ -605,7 +638,8 @@ CHANGES = {
     "--spread": ["--upstream", "vllm:9000"],
     "--listen": ["127.0.0.1:9001"],
     "--admin": ["127.0.0.1:9002"],
-    "--control-plane": ["127.0.0.1:9003"],
+    "--control-plane": ["http://127.0.0.1:9003"],
+    "--control-plane-ca": ["ca.crt", "--control-plane", "https://127.0.0.1:9003"],
     "--health": ["127.0.0.1:9004"],
     "--access-log": ["/dev/null"],
     "--request-timeout": ["60"],
@@ -658,6 +692,19 @@ def test_an_option_that_is_refused_for_a_target_is_refused_with_its_default_too(
 ) -> None:
     arguments = ["config", "--role", "engine", "--target", "istio", "--access-log", "/dev/stdout"]
     refused(call(capsys, arguments), 2, "--access-log: --target istio does not use it; allowed: ")
+
+
+def test_plain_http_to_the_control_plane_is_possible_and_warned_about(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = call(capsys, [*BOOTSTRAP, "--control-plane", "http://127.0.0.1:8080"])
+    assert (found.status, found.err) == (
+        0,
+        "vllm-priority: warning: polls of http://127.0.0.1:8080 are neither encrypted nor authenticated. Whoever can "
+        "answer them can run code in the sidecar. Use an https:// URL and --control-plane-ca.\n",
+    )
+    found = call(capsys, [*BOOTSTRAP, "--control-plane", "https://127.0.0.1:8080", "--control-plane-ca", "ca.crt"])
+    assert (found.status, found.err) == (0, "")
 
 
 def test_an_envoy_that_nothing_would_run_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,66 @@
+"""TLS as Envoy is told of it: which servers a sidecar trusts, and how it identifies itself to its clients."""
+
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Any
+
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
+from control_plane.errors import BadInput
+
+_TLS = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3"
+_TLS_1_2 = {"tls_minimum_protocol_version": "TLSv1_2"}
+
+
+@dataclass(frozen=True)
+class ServerTrust:
+    """How a sidecar verifies a server that it connects to over TLS.
+
+    ca: the certificates that may have signed the server's, in PEM. None: the server's certificate is not verified.
+    server_name: the DNS name or IP address that the certificate must have, also sent as SNI if it is a DNS name.
+    """
+
+    ca: str | None
+    server_name: str
+
+
+def read_ca(path: str, option: str) -> str:
+    """Return the certificates of a PEM file. BadInput, which names `option`, where it has none.
+
+    A file may have several: during a rotation, the old and the new CA.
+    """
+    try:
+        text = Path(path).read_text(encoding="ascii")
+        certificates = x509.load_pem_x509_certificates(text.encode())
+    except OSError as error:
+        raise BadInput(f"{option}: {path}: cannot be read: {error.strerror}. Use a file in PEM format.") from None
+    except ValueError:
+        raise BadInput(f"{option}: {path}: not a certificate in PEM format. Use the file of the CA.") from None
+    # Only the certificates: a file may contain comments, and it must not contain a key.
+    return "".join(certificate.public_bytes(Encoding.PEM).decode() for certificate in certificates)
+
+
+def to_server(trust: ServerTrust) -> dict[str, Any]:
+    """Return the transport socket of a cluster whose server has TLS."""
+    common: dict[str, Any] = {"tls_params": _TLS_1_2}
+    is_address = _is_address(trust.server_name)
+    if trust.ca is not None:
+        matcher = {"san_type": "IP_ADDRESS" if is_address else "DNS", "matcher": {"exact": trust.server_name}}
+        common["validation_context"] = {
+            "trusted_ca": {"inline_string": trust.ca},
+            "match_typed_subject_alt_names": [matcher],
+        }
+    context: dict[str, Any] = {"@type": f"{_TLS}.UpstreamTlsContext", "common_tls_context": common}
+    if not is_address:  # RFC 6066, 3: SNI is a DNS name, never an address.
+        context["sni"] = trust.server_name
+    return {"name": "envoy.transport_sockets.tls", "typed_config": context}
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True
