@@ -1,10 +1,13 @@
 """The real helm on the chart: what it renders, and what it says of values that are wrong."""
 
 import json
+import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +56,51 @@ def documents(text: str) -> list[dict[str, Any]]:
 def find(objects: Sequence[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     """The objects of one kind."""
     return [document for document in objects if document["kind"] == kind]
+
+
+def _only_certificates(folder: str, names: list[str]) -> list[str]:
+    kept = ("_", "certificates.yaml")
+    return [name for name in names if not name.startswith(kept)] if folder.endswith("templates") else []
+
+
+def with_secret(secret: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+    """The chart's certificate as an upgrade renders it where the cluster has this Secret: `lookup` finds it."""
+
+    class Api(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            kinds = [{"name": "secrets", "kind": "Secret", "namespaced": True, "verbs": ["get"], "singularName": ""}]
+            owner = {"meta.helm.sh/release-name": RELEASE, "meta.helm.sh/release-namespace": NAMESPACE}
+            metadata = {**secret["metadata"], "annotations": {**secret["metadata"]["annotations"], **owner}}
+            known = {
+                "/version": {"major": "1", "minor": "35", "gitVersion": "v1.35.0"},
+                "/api": {"kind": "APIVersions", "versions": ["v1"]},
+                "/apis": {"kind": "APIGroupList", "apiVersion": "v1", "groups": []},
+                "/api/v1": {"kind": "APIResourceList", "groupVersion": "v1", "resources": kinds},
+                f"/api/v1/namespaces/{metadata['namespace']}/secrets/{metadata['name']}": {
+                    **secret,
+                    "metadata": metadata,
+                },
+            }
+            body = json.dumps(known.get(path, {"kind": "Status", "status": "Failure", "code": 404})).encode()
+            self.send_response(200 if path in known else 404)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *arguments: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Api)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        api = f"http://127.0.0.1:{server.server_address[1]}"
+        with tempfile.TemporaryDirectory() as folder:
+            # Only the template of the Secret: for the other kinds, helm would want to know more of the API.
+            chart = Path(shutil.copytree(CHART, f"{folder}/chart", ignore=_only_certificates))
+            flags = ("--dry-run=server", f"--kube-apiserver={api}", "--disable-openapi-validation")
+            return template(values, flags, chart)
+    finally:
+        server.shutdown()
+        server.server_close()

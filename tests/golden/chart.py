@@ -124,7 +124,7 @@ def manifests(name: str) -> str:
 def without_chance(text: str) -> str:
     """The manifests with made certificates, their time and their checksum replaced."""
     own = b64encode(OWN_CA.encode()).decode()
-    text = re.sub(rf"(?m)^(\s+(?:tls\.crt|tls\.key|ca\.crt|caBundle): )(?!{own}$)\S+$", r"\1TUFERQ==", text)
-    text = re.sub(r'(vllm-priority\.io/renew-after: )"\d+"', r'\1"0"', text)
+    text = re.sub(rf"(?m)^(\s+(?:tls\.crt|tls\.key|ca\.crt|ca\.key|caBundle): )(?!{own}$)\S+$", r"\1TUFERQ==", text)
+    text = re.sub(r'(vllm-priority\.io/(?:renew-after|ca-ends): )"\d+"', r'\1"0"', text)
     text = re.sub(r"(checksum/certificate: )[0-9a-f]{64}", r"\g<1>MADE", text)
     return re.sub(r'(?m)^(\s+value: )"-----BEGIN CERT.*"$', r'\1"MADE"', text)

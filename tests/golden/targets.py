@@ -14,6 +14,7 @@ from control_plane.policy.load import load_policies
 from control_plane.render.placement import Attachment, Placement
 from control_plane.render.targets import TARGETS, render
 from control_plane.render.templates import to_yaml
+from control_plane.tls import ServerTrust
 from control_plane.vllm import ROLES, Role
 
 _FOLDER = "tests/golden/targets"
@@ -46,7 +47,9 @@ def _placement(folder: str, role: Role, target: str, name: str | None) -> Placem
         Address(f"vllm-{role}.serving", 8000),
         default.admin,
         health=Address("0.0.0.0", 19002),
-        control_plane=Address("vllm-priority.priority-system", 8080),
+        control_plane=Address("vllm-priority.priority-system.svc", 443),
+        control_plane_trust=ServerTrust("-----BEGIN CERTIFICATE-----\n", "vllm-priority.priority-system.svc"),
+        token_file="/var/run/secrets/vllm-priority/token",
         node_id=f"{role}-0",
         labels={"app": f"vllm-{role}", "shift": "night"},
         policy_name=name,

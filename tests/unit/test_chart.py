@@ -1,6 +1,7 @@
 """The Helm chart, rendered by helm, and checked by helm, kubernetes-validate, and the policy's own parser."""
 
 import base64
+import copy
 import json
 import re
 import subprocess
@@ -21,7 +22,19 @@ from control_plane.policy.load import parse_policies
 from control_plane.server import process
 from tests.golden.chart import OWN_CA, VARIANTS
 from tests.golden.chart import rendered as golden_rendered
-from tests.helm import CHART, KUBERNETES_VERSIONS, NAMESPACE, RELEASE, HelmError, documents, find, helm, template
+from tests.helm import (
+    CHART,
+    KUBERNETES_VERSIONS,
+    NAMESPACE,
+    RELEASE,
+    HelmError,
+    documents,
+    find,
+    helm,
+    template,
+    with_secret,
+)
+from tests.pem import Authority
 from tools.build_values import value_comments
 
 Objects = list[dict[str, Any]]
@@ -95,7 +108,9 @@ def test_every_pod_meets_pod_security_restricted(rendered: dict[str, Objects]) -
     for objects in rendered.values():
         for spec in pod_specs(objects):
             assert not {"hostNetwork", "hostPID", "hostIPC"} & set(spec)
-            assert all(set(volume) & {"configMap", "secret", "emptyDir"} for volume in spec.get("volumes", []))
+            assert all(
+                set(volume) & {"configMap", "secret", "emptyDir", "projected"} for volume in spec.get("volumes", [])
+            )
             for container in spec["containers"]:
                 context = container["securityContext"]
                 assert context["allowPrivilegeEscalation"] is False
@@ -177,10 +192,11 @@ class TestWebhook:
         labels = one(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
         assert service["spec"]["selector"].items() <= labels.items()
 
-    def test_without_it_there_is_no_certificate(self, rendered: dict[str, Objects]) -> None:
+    def test_without_it_sidecars_still_poll_over_tls(self, rendered: dict[str, Objects]) -> None:
         objects = rendered["no-webhook"]
-        assert not webhook_configurations(objects) + find(objects, "Secret")
-        assert "tls" not in str(one(objects, "Deployment")["spec"]["template"]["spec"])
+        assert not webhook_configurations(objects)
+        assert {port["name"] for port in one(objects, "Service")["spec"]["ports"]} == {"http", "https"}
+        assert "--tls-cert=/etc/vllm-priority-tls/tls.crt" in str(one(objects, "Deployment"))
 
     def test_a_control_plane_outside_the_cluster_is_called_by_its_url(self, rendered: dict[str, Objects]) -> None:
         targets = [found["webhooks"][0]["clientConfig"] for found in webhook_configurations(rendered["outside"])]
@@ -294,11 +310,41 @@ class TestCertificates:
         }
         assert len(checksums) == 2
 
+    def test_renewal_and_another_name_keep_the_ca_that_running_sidecars_trust(self) -> None:
+        first = one(documents(template()), "Secret")
+        for changed, values in (
+            ("renew-after", {}),
+            ("names", {"webhook": {"url": "https://control.example/inject"}}),
+        ):
+            stored = copy.deepcopy(first)
+            if changed == "renew-after":
+                stored["metadata"]["annotations"]["vllm-priority.io/renew-after"] = "1"
+            second = one(documents(with_secret(stored, values)), "Secret")
+            assert second["data"]["ca.crt"] == first["data"]["ca.crt"], changed
+            assert second["data"]["tls.crt"] != first["data"]["tls.crt"], changed
+            ca, leaf = (
+                x509.load_pem_x509_certificate(base64.b64decode(second["data"][key])) for key in ("ca.crt", "tls.crt")
+            )
+            leaf.verify_directly_issued_by(ca)
+            assert ca.not_valid_after_utc > leaf.not_valid_after_utc
+        assert one(documents(with_secret(first, {})), "Secret")["data"] == first["data"]
+
+    def test_a_ca_that_ends_before_its_next_certificate_is_replaced_and_still_trusted(self) -> None:
+        stored = one(documents(template()), "Secret")
+        old = stored["data"]["ca.crt"]
+        stored["metadata"]["annotations"] |= {"vllm-priority.io/renew-after": "1", "vllm-priority.io/ca-ends": "2"}
+        bundle = base64.b64decode(one(documents(with_secret(stored, {})), "Secret")["data"]["ca.crt"])
+        _, trusted_too = x509.load_pem_x509_certificates(bundle)
+        assert trusted_too == x509.load_pem_x509_certificate(base64.b64decode(old))
+
     def test_an_existing_secret_is_mounted_and_none_is_created(self, rendered: dict[str, Objects]) -> None:
         objects = rendered["own-secret"]
         assert not find(objects, "Secret")
         volumes = one(objects, "Deployment")["spec"]["template"]["spec"]["volumes"]
-        assert [v["secret"]["secretName"] for v in volumes if "secret" in v] == ["webhook-tls"]
+        (sources,) = (volume["projected"]["sources"] for volume in volumes if "projected" in volume)
+        assert [source["secret"]["name"] for source in sources if "secret" in source] == ["webhook-tls"]
+        (config,) = (c for c in find(objects, "ConfigMap") if {"configMap": {"name": c["metadata"]["name"]}} in sources)
+        assert config["data"] == {"ca.crt": OWN_CA}
         (webhook,) = one(objects, "MutatingWebhookConfiguration")["webhooks"]
         assert base64.b64decode(webhook["clientConfig"]["caBundle"]).decode() == OWN_CA
 
@@ -321,7 +367,9 @@ class TestCertificates:
         (certificate,) = (c for c in find(objects, "Certificate") if f"{NAMESPACE}/{c['metadata']['name']}" == source)
         assert certificate["spec"]["issuerRef"] == issuer
         volumes = one(objects, "Deployment")["spec"]["template"]["spec"]["volumes"]
-        assert [v["secret"]["secretName"] for v in volumes if "secret" in v] == [certificate["spec"]["secretName"]]
+        (source,) = next(volume["projected"]["sources"] for volume in volumes if "projected" in volume)
+        assert source["secret"]["name"] == certificate["spec"]["secretName"]
+        assert {item["key"] for item in source["secret"]["items"]} == {"tls.crt", "tls.key", "ca.crt"}
 
 
 def test_newer_kinds_are_created_only_if_the_cluster_has_them(rendered: dict[str, Objects]) -> None:
@@ -356,13 +404,6 @@ def test_a_node_with_a_single_replica_can_be_drained() -> None:
         ({"certificates": {"secretName": "s"}}, "but the source is chart"),
         ({"certificates": {"source": "cert-manager"}}, "Install cert-manager first"),
         ({"certificates": {"issuer": {"name": "i"}}}, "certificates.issuer has an effect only with"),
-        (
-            {
-                "webhook": {"enabled": False},
-                "certificates": {"source": "secret", "secretName": "s", "caBundle": OWN_CA},
-            },
-            "webhook.enabled is false",
-        ),
         (
             {"webhook": {"enabled": False, "url": "https://h/inject"}},
             "webhook.url is set, but webhook.enabled is false",
@@ -475,11 +516,19 @@ def install_notes(values: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_program_accepts_the_arguments_of_the_chart(rendered: dict[str, Objects], name: str) -> None:
+def test_the_program_accepts_the_arguments_of_the_chart(
+    rendered: dict[str, Objects], name: str, tmp_path: Path
+) -> None:
     command, *arguments = one(rendered[name], "Deployment")["spec"]["template"]["spec"]["containers"][0]["args"]
-    options = cli.commands[command].make_context(command, list(arguments)).params
+    ca = tmp_path / "ca.crt"
+    ca.write_text(Authority().pem)
+    arguments = [argument.replace("/etc/vllm-priority-tls/ca.crt", str(ca)) for argument in arguments]
+    options = cli.commands[command].make_context(command, arguments).params
     settings = injector_settings(options)
-    assert str(settings.control_plane).endswith(f".{NAMESPACE}.svc:8080") or name == "no-webhook"
+    if name != "no-webhook":
+        assert str(settings.control_plane) == f"{options['control_plane'].removeprefix('https://')}"
+        assert settings.control_plane_trust is not None
+        assert settings.control_plane_trust.server_name.endswith(f".{NAMESPACE}.svc")
     if name == "everything-set":
         assert (settings.image, settings.on_injection_failure) == ("images.example/envoy:v1.40.0", "ignore")
         assert settings.resources["limits"] == {"memory": "2Gi"}

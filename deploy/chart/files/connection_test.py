@@ -21,15 +21,15 @@ def ask(url, body=None, context=None):
         return text
 
 
-def check_ready(base):
-    ask(f"{base}/readyz")
+def check_ready(base, context):
+    ask(f"{base}/readyz", context=context)
 
 
-def check_policy(base):
+def check_policy(base, context):
     kind = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig"
     # The control plane does not list a probe as a sidecar.
     node = {"id": "helm-test", "metadata": {"role": "render", "probe": True}}
-    response = ask(f"{base}/v3/discovery:extension_configs", {"node": node, "type_url": kind})
+    response = ask(f"{base}/v3/discovery:extension_configs", {"node": node, "type_url": kind}, context)
     if not (response["version_info"] and response["resources"]):
         raise ValueError(f"the response has no policy: {response}")
 
@@ -71,14 +71,14 @@ def check_injection(url, context):
 
 def main():
     base, url = os.environ["CONTROL_PLANE_URL"], os.environ.get("INJECT_URL")
+    context = ssl.create_default_context(cadata=os.environ["CA_BUNDLE"])
     checks = [("is ready", check_ready, base), ("serves a policy", check_policy, base)]
     if url:
-        context = ssl.create_default_context(cadata=os.environ["CA_BUNDLE"])
-        checks.append(("injects a sidecar", lambda where: check_injection(where, context), url))
+        checks.append(("injects a sidecar", check_injection, url))
     failed = False
     for what, check, where in checks:
         try:
-            check(where)
+            check(where, context)
             print(f"ok      the control plane {what} ({where})")
         except (OSError, ValueError, KeyError, TypeError) as error:
             failed = True

@@ -66,7 +66,8 @@ seccompProfile:
 
 {{/* The options of the injector. Sidecars get their policy from the chart's Service. */}}
 {{- define "vllm-priority.injectorArguments" -}}
-- --control-plane={{ include "vllm-priority.fullname" . }}.{{ .Release.Namespace }}.svc:8080
+- --control-plane=https://{{ include "vllm-priority.fullname" . }}.{{ .Release.Namespace }}.svc:443
+- --control-plane-ca=/etc/vllm-priority-tls/ca.crt
 - --own-namespace={{ .Release.Namespace }}
 - --kubernetes-version={{ .Capabilities.KubeVersion.Version }}
 {{- with .Values.sidecar }}

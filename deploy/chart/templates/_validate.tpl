@@ -15,9 +15,6 @@
 {{- else if $certificates.issuer.name -}}
   {{- fail (printf "certificates.issuer has an effect only with certificates.source: cert-manager, but the source is %s. Set the source to cert-manager, or remove the issuer." $certificates.source) -}}
 {{- end -}}
-{{- if and (not .Values.webhook.enabled) (ne $certificates.source "chart") -}}
-  {{- fail (printf "certificates.source is %s, but webhook.enabled is false, and only the webhook uses a certificate. Remove one of the two values." $certificates.source) -}}
-{{- end -}}
 {{- if and (not .Values.webhook.enabled) .Values.webhook.url -}}
   {{- fail "webhook.url is set, but webhook.enabled is false. Remove one of the two values." -}}
 {{- end -}}
