@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,9 +21,10 @@ from rich.console import Console
 
 from control_plane import __version__, memory, sidecar
 from control_plane.address import Address
-from control_plane.endpoint import ControlPlaneEndpoint
+from control_plane.endpoint import ControlPlaneEndpoint, UpstreamEndpoint
 from control_plane.errors import BadInput, InvalidField, PolicyError, PriorityError
 from control_plane.explain import Explanation, explain
+from control_plane.injector.annotations import PREFIX, REQUEST_ANNOTATIONS
 from control_plane.injector.manifests import inject_stream, uninject_stream
 from control_plane.injector.resources import DEFAULT_RESOURCES, parse_resources
 from control_plane.injector.settings import (
@@ -33,6 +35,7 @@ from control_plane.injector.settings import (
     InjectorSettings,
     not_a_uid,
 )
+from control_plane.listener_secrets import ListenerFiles, ListenerSecrets
 from control_plane.policy.load import load_policies
 from control_plane.policy.model import Policies, Policy
 from control_plane.render.bootstrap import bootstrap
@@ -83,7 +86,8 @@ def _policy(path: str | None, name: str | None) -> Policy:
 _ALL = tuple(TARGETS)
 _FOR_EVERY_TARGET = ("role", "target", "policy", "policy_name", "output")
 _FOR_SOME_TARGETS = (
-    "spread", "upstream", "listen", "admin", "control_plane_ca", "control_plane", "health", "access_log",
+    "spread", "upstream_server_name", "upstream_ca", "upstream_insecure", "upstream", "listen", "admin",
+    "control_plane_ca", "token_file", "control_plane", "health", "access_log",
     "request_timeout", "memory_limit", "namespace", "selector", "gateway", "envoy", "check",
 )  # fmt: skip
 USED_BY: Mapping[str, tuple[str, ...]] = {_option_of(field): _ALL for field in _FOR_EVERY_TARGET} | {
@@ -126,12 +130,21 @@ def _placement(
     target: str = "bootstrap",
     *,
     spread: bool = False,
+    upstream_ca: str | None = None,
+    upstream_server_name: str | None = None,
+    upstream_insecure: bool = False,
 ) -> Placement:
     default = Placement.default(role, target)
+    server = UpstreamEndpoint.parse(
+        str(default.upstream) if upstream is None else upstream, upstream_ca, upstream_server_name, upstream_insecure
+    )
+    if server.trust and "upstream_ca" not in TARGETS[target].options:
+        raise BadInput(f"--upstream: {upstream!r}: --target {target} cannot connect with TLS. Use HOST:PORT.")
     placement = replace(
         default,
         listen=_own_address(listen, "--listen") if listen is not None else default.listen,
-        upstream=Address.parse(upstream, "--upstream") if upstream is not None else default.upstream,
+        upstream=server.address,
+        upstream_trust=server.trust,
         admin=_own_address(admin, "--admin") if admin is not None else default.admin,
         spread=spread,
     )
@@ -141,6 +154,8 @@ def _placement(
         used = all(target in USED_BY[f"--{name}"] for name in (one, other))
         if used and getattr(placement, one) == getattr(placement, other):
             raise BadInput(f"--{one}: {getattr(placement, one)} is --{other} too; allowed: an address of its own")
+    if server.warning:
+        _complain(f"vllm-priority: {server.warning}")
     return placement
 
 
@@ -163,6 +178,26 @@ def _endpoint(url: str | None, ca: str | None) -> ControlPlaneEndpoint | None:
     return endpoint
 
 
+def _listener_files(cert: str | None, key: str | None, client_ca: str | None) -> ListenerFiles | None:
+    if cert is None and key is None:
+        if client_ca is not None:
+            raise BadInput("--client-ca: not used without TLS. Set --tls-cert and --tls-key too.")
+        return None
+    if cert is None or key is None:
+        missing = "--tls-cert" if cert is None else "--tls-key"
+        raise BadInput(f"{missing}: not set. TLS needs both a certificate and its key.")
+    return ListenerFiles(Path(cert), Path(key), client_ca)
+
+
+def _absolute(token_file: str | None, control_plane: str | None) -> str | None:
+    """The token file as Envoy reads it, whatever its working folder."""
+    if token_file is None:
+        return None
+    if control_plane is None:
+        raise BadInput("--token-file: not used without --control-plane. Set --control-plane too.")
+    return str(Path(token_file).absolute())
+
+
 class _Option(click.Option):
     """Says of each type in one form what was wrong and what is allowed. click's own words do not always say that."""
 
@@ -173,6 +208,7 @@ class _Option(click.Option):
         except click.BadParameter:
             wrong = True
         if wrong:
+            value = ", ".join(value) if self.multiple else value
             raise BadInput(f"{self.long_name}: {str(value)[:60]!r} is not allowed; allowed: {self._allowed}")
         if cast == "" and self.metavar == "FILE":
             raise BadInput(f"{self.long_name}: '' is no file; allowed: a path")
@@ -192,6 +228,8 @@ class _Option(click.Option):
 
 _option = partial(click.option, cls=_Option)
 
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
 
 def _whole(numbers: range) -> click.IntRange:
     return click.IntRange(numbers[0], numbers[-1])
@@ -207,6 +245,24 @@ _control_plane = _option(
     "--control-plane", metavar="URL",
     help="A running `vllm-priority serve` that sends policy changes: https://HOST:PORT, or http://HOST:PORT.",
 )  # fmt: skip
+_UPSTREAM_TLS_OPTIONS = (
+    _option("--upstream-ca", metavar="FILE", help="CA that signed the vLLM server's certificate, in PEM."),
+    _option(
+        "--upstream-server-name", metavar="NAME", help="Name in that certificate. Default: the host in --upstream."
+    ),
+    _option("--upstream-insecure", is_flag=True, help="Do not verify that certificate. Only for a server on loopback."),
+)
+
+
+def _upstream_tls_options(command: _Command) -> _Command:
+    for option in reversed(_UPSTREAM_TLS_OPTIONS):
+        command = option(command)
+    return command
+
+
+_token_file = _option(
+    "--token-file", metavar="FILE", help="File whose first line is the token that polls carry. It may change."
+)
 _control_plane_ca = _option(
     "--control-plane-ca", metavar="FILE", help="CA that signed the control plane's certificate, in PEM."
 )
@@ -278,11 +334,15 @@ def validate(path: str, as_json: bool) -> None:
 @_option("--target", type=click.Choice(list(TARGETS)), required=True, help="What will read it.")
 @_policy_file
 @_policy_name
-@_option("--upstream", metavar="HOST:PORT", help="The vLLM server, or its Service. Default: as the role has it.")
+@_option(
+    "--upstream", metavar="[https://]HOST:PORT", help="The vLLM server, or its Service. Default: as the role has it."
+)
+@_upstream_tls_options
 @_listen
 @_admin
 @_control_plane
 @_control_plane_ca
+@_token_file
 @_option("--health", metavar="HOST:PORT", help="Address for GET /ready and GET /stats/prometheus. Default: none.")
 @_option("--access-log", metavar="FILE", default="/dev/stdout", show_default=True, help="Envoy's access log.")
 @_request_timeout
@@ -300,6 +360,7 @@ def validate(path: str, as_json: bool) -> None:
 @click.pass_context
 def config(
     context: click.Context,
+    /,
     role: Role,
     target: str,
     policy: str | None,
@@ -309,6 +370,7 @@ def config(
     admin: str | None,
     control_plane: str | None,
     control_plane_ca: str | None,
+    token_file: str | None,
     health: str | None,
     access_log: str,
     request_timeout: int,
@@ -320,6 +382,7 @@ def config(
     check: bool,
     envoy: str | None,
     output: str | None,
+    **upstream_tls: Any,
 ) -> None:
     """Write the configuration for Envoy, Istio or Envoy Gateway."""
     _say_unused(context, target)
@@ -327,11 +390,12 @@ def config(
         raise BadInput("--envoy: nothing runs it; allowed: with --check")
     endpoint = _endpoint(control_plane, control_plane_ca)
     placement = replace(
-        _placement(role, upstream, listen, admin, target, spread=spread),
+        _placement(role, upstream, listen, admin, target, spread=spread, **upstream_tls),
         access_log=access_log,
         request_timeout_seconds=request_timeout,
         control_plane=endpoint.address if endpoint else None,
         control_plane_trust=endpoint.trust if endpoint else None,
+        token_file=_absolute(token_file, control_plane),
         health=_own_address(health, "--health") if health is not None else None,
         policy_name=policy_name,
         attachment=Attachment.parse(namespace, selector, gateway),
@@ -358,15 +422,20 @@ def config(
     )
 )
 @_role
-@_option("--upstream", metavar="HOST:PORT", required=True, help="The vLLM server.")
+@_option("--upstream", metavar="[https://]HOST:PORT", required=True, help="The vLLM server.")
+@_upstream_tls_options
 @_option("--listen", metavar="HOST:PORT", required=True, help="Where the sidecar listens.")
 @_admin
 @_policy_file
 @_policy_name
 @_control_plane
 @_control_plane_ca
+@_token_file
 @_option("--concurrency", type=_whole(WORKERS), default=2, show_default=True, help="Envoy workers.")
 @_option("--envoy", metavar="FILE", help="Envoy to run. Default: $ENVOY, the PATH, the PyPI wheel.")
+@_option("--tls-cert", metavar="FILE", help="Certificate that the sidecar serves, in PEM. It may change.")
+@_option("--tls-key", metavar="FILE", help="Key of that certificate, in PEM.")
+@_option("--client-ca", metavar="FILE", help="CA that clients' certificates must be signed by, in PEM. It may change.")
 @_option("--access-log", metavar="FILE", default="/dev/stdout", show_default=True, help="Envoy's access log.")
 @_request_timeout
 @_memory_limit(
@@ -391,6 +460,7 @@ def run(
     policy_name: str | None,
     control_plane: str | None,
     control_plane_ca: str | None,
+    token_file: str | None,
     concurrency: int,
     envoy: str | None,
     access_log: str,
@@ -399,6 +469,10 @@ def run(
     drain_seconds: float,
     drain_accept_seconds: float | None,
     spread: bool,
+    tls_cert: str | None,
+    tls_key: str | None,
+    client_ca: str | None,
+    **upstream_tls: Any,
 ) -> None:
     """Run a sidecar in the foreground, in front of a vLLM server that is running.
 
@@ -406,11 +480,12 @@ def run(
     """
     endpoint = _endpoint(control_plane, control_plane_ca)
     placement = replace(
-        _placement(role, upstream, listen, admin, spread=spread),
+        _placement(role, upstream, listen, admin, spread=spread, **upstream_tls),
         access_log=access_log,
         request_timeout_seconds=request_timeout,
         control_plane=endpoint.address if endpoint else None,
         control_plane_trust=endpoint.trust if endpoint else None,
+        token_file=_absolute(token_file, control_plane),
         policy_name=policy_name,
         node_id=f"{role}-{os.uname().nodename}-{os.getpid()}",
         memory_limit_bytes=(
@@ -427,6 +502,7 @@ def run(
     chosen = _policy(policy, policy_name)
     program = sidecar.find_envoy(envoy)
     placement = sidecar.bounded(placement, concurrency)
+    files = _listener_files(tls_cert, tls_key, client_ca)
     with contextlib.ExitStack() as stack:
         reload = None
         if policy is not None and control_plane is None:
@@ -434,6 +510,11 @@ def run(
 
             local = stack.enter_context(LocalControlPlane(Path(policy)))
             placement, reload = replace(placement, control_plane=local.address, refresh_seconds=1), local.reload
+        secrets = None
+        if files:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="vllm-priority-"))
+            secrets = ListenerSecrets(files, Path(folder))
+            placement = replace(placement, listen_tls=secrets.tls)
         sidecar.run_foreground(
             bootstrap(chosen, placement),
             placement,
@@ -442,6 +523,7 @@ def run(
             drain_seconds=drain_seconds,
             accept_seconds=drain_accept_seconds,
             reload=reload,
+            secrets=secrets,
         )
 
 
@@ -695,6 +777,11 @@ _INJECTOR_OPTIONS = (
         help="Address on which the sidecar listens. Use :: for IPv4 and IPv6.",
     ),
     _option(
+        "--forbid-annotation", multiple=True,
+        type=click.Choice([name.removeprefix(PREFIX) for name in REQUEST_ANNOTATIONS]),
+        help="An annotation that pods must not have, for example image; may be given several times.",
+    ),
+    _option(
         "--native", type=click.Choice(["auto", "true", "false"]), default="auto", show_default=True,
         help="Run the sidecar as a restartable init container. auto: if --kubernetes-version is 1.33 or later.",
     ),
@@ -703,14 +790,16 @@ _INJECTOR_OPTIONS = (
         help="Version of the cluster, for example 1.33. Default: not known, so the sidecar is a plain container.",
     ),
     _option("--control-plane", metavar="URL", help="Where injected sidecars fetch policy changes: https://HOST:PORT."),
+    _option(
+        "--token-audience", metavar="NAME",
+        help="Give sidecars service account tokens for this audience, and accept only polls that carry one.",
+    ),
     _option("--control-plane-ca", metavar="FILE", help="CA that signed the control plane's certificate, in PEM."),
     _option(
         "--drain-seconds", type=_whole(DRAIN_SECONDS), default=5, show_default=True,
         help="How long vLLM goes on serving after its pod began to stop, in seconds.",
     ),
 )  # fmt: skip
-
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def _injector_options(command: _Command) -> _Command:
@@ -750,9 +839,11 @@ def _injector_settings(options: Mapping[str, Any]) -> InjectorSettings:
         kubernetes_version=options["kubernetes_version"],
         control_plane=endpoint.address if endpoint else None,
         control_plane_trust=endpoint.trust if endpoint else None,
+        token_audience=options["token_audience"],
         numeric_services=options.get("numeric_services", "warn"),
         on_injection_failure=options.get("on_injection_failure", "fail"),
         own_namespace=options.get("own_namespace"),
+        forbidden_annotations=options["forbid_annotation"],
         uid=None if uid == "none" else int(uid),
         listen_host=options["sidecar_listen_host"],
         concurrency=options["sidecar_concurrency"],
@@ -802,6 +893,11 @@ def inject(path: str, uninject: bool, policy: str | None, **options: Any) -> Non
 @_option("--tls-listen", metavar="HOST:PORT", help="Address for TLS. Default: 0.0.0.0:8443.")
 @_option("--tls-cert", metavar="FILE", help="TLS certificate in PEM. It is reloaded when it changes.")
 @_option("--tls-key", metavar="FILE", help="Key of the TLS certificate, in PEM.")
+@_option("--token-file", metavar="FILE", help="Tokens, one a line, of which polls must carry one. It may change.")
+@_option(
+    "--api-token-file", metavar="FILE",
+    help="Tokens, one a line, of which requests for /api/ and /metrics must carry one. It may change.",
+)  # fmt: skip
 @_option("--read-services", is_flag=True, help="Read the Services of a pod's namespace from the Kubernetes API.")
 @_option("--write-events", is_flag=True, help="Write an Event on a pod's owner that says what was done and warned of.")
 @_option(
@@ -820,6 +916,8 @@ def serve(
     tls_listen: str | None,
     tls_cert: str | None,
     tls_key: str | None,
+    token_file: str | None,
+    api_token_file: str | None,
     read_services: bool,
     write_events: bool,
     **options: Any,
@@ -838,6 +936,9 @@ def serve(
             injector=_injector(options),
             read_services=read_services,
             write_events=write_events,
+            token_file=Path(token_file) if token_file is not None else None,
+            token_audience=options["token_audience"],
+            api_token_file=Path(api_token_file) if api_token_file is not None else None,
         )
     )
 

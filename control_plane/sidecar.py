@@ -26,6 +26,7 @@ import httpx
 from control_plane.address import Address
 from control_plane.errors import BadInput, CheckFailed, EnvoyError
 from control_plane.injector.settings import ENVOY_VERSION
+from control_plane.listener_secrets import ListenerSecrets
 from control_plane.render.loggers import STANDARD_STREAMS
 from control_plane.render.placement import Placement
 from control_plane.render.templates import Resource
@@ -35,6 +36,9 @@ OLDEST_ENVOY = (1, 37)
 
 _SAMPLE_SECONDS, _IDLE_SAMPLES = 0.1, 5
 """A drain ends after so many samples in a row without a request."""
+
+_SECRETS_SECONDS = 1.0
+"""Time between two looks at the certificate's files."""
 
 _OWN_FILES, _FILES_PER_WORKER = 128, 16
 """Open files that Envoy needs beside its connections; 1.40 with two workers has 30."""
@@ -312,6 +316,7 @@ def run_foreground(
     drain_seconds: float,
     accept_seconds: float,
     reload: Callable[[], str] | None = None,
+    secrets: ListenerSecrets | None = None,
 ) -> None:
     """Run Envoy until it ends or a SIGTERM or SIGINT comes, which drains it first (see Sidecar.drain).
 
@@ -343,9 +348,13 @@ def run_foreground(
         )
         _notify("READY=1")
         watch = ControlPlaneWatch(placement.control_plane) if placement.control_plane and not reload else None
-        next_look = time.monotonic()
+        next_look = next_secrets = time.monotonic()
         while process.poll() is None:
             if not signals:
+                if time.monotonic() >= next_secrets:
+                    if secrets and (line := secrets.look()):
+                        _say(line)
+                    next_secrets = time.monotonic() + _SECRETS_SECONDS
                 if watch and time.monotonic() >= next_look:
                     if line := watch.look(watch.read(sidecar)):
                         _say(line)

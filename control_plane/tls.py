@@ -1,4 +1,4 @@
-"""TLS as Envoy is told of it: which servers a sidecar trusts, and how it identifies itself to its clients."""
+"""TLS as Envoy is told of it: which servers a sidecar trusts, and how it serves its clients."""
 
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -55,6 +55,59 @@ def to_server(trust: ServerTrust) -> dict[str, Any]:
     context: dict[str, Any] = {"@type": f"{_TLS}.UpstreamTlsContext", "common_tls_context": common}
     if not is_address:  # RFC 6066, 3: SNI is a DNS name, never an address.
         context["sni"] = trust.server_name
+    return {"name": "envoy.transport_sockets.tls", "typed_config": context}
+
+
+@dataclass(frozen=True)
+class ListenerTls:
+    """How a sidecar serves TLS: the paths of the files with its secrets.
+
+    certificate: of a file with `certificate_secret`. client_ca: of one with `client_ca_secret`, which clients'
+    certificates are verified by. None: clients need no certificate.
+    """
+
+    certificate: str
+    client_ca: str | None
+
+
+def certificate_secret(chain: str, key: str) -> dict[str, Any]:
+    """Return what Envoy reads of a listener's certificate. It reads it again when the file is replaced by a rename.
+
+    Args:
+        chain: the certificate and its chain, in PEM.
+        key: the path of its key, which is not copied.
+    """
+    return _secret("tls_certificate", {"certificate_chain": {"inline_string": chain}, "private_key": {"filename": key}})
+
+
+def client_ca_secret(ca: str) -> dict[str, Any]:
+    """Return what Envoy reads of the CA of a listener's clients, in PEM."""
+    return _secret("validation_context", {"trusted_ca": {"inline_string": ca}})
+
+
+def _secret(kind: str, content: dict[str, Any]) -> dict[str, Any]:
+    # Envoy expects one secret in each file.
+    return {"resources": [{"@type": f"{_TLS}.Secret", "name": kind, kind: content}]}
+
+
+def from_clients(tls: ListenerTls) -> dict[str, Any]:
+    """Return the transport socket of a listener whose clients have TLS."""
+
+    def secret(kind: str, path: str) -> dict[str, Any]:
+        return {"name": kind, "sds_config": {"path_config_source": {"path": path}, "resource_api_version": "V3"}}
+
+    common: dict[str, Any] = {
+        "tls_params": _TLS_1_2,
+        "alpn_protocols": ["h2", "http/1.1"],
+        "tls_certificate_sds_secret_configs": [secret("tls_certificate", tls.certificate)],
+    }
+    if tls.client_ca:
+        common["validation_context_sds_secret_config"] = secret("validation_context", tls.client_ca)
+    context = {
+        "@type": f"{_TLS}.DownstreamTlsContext",
+        "common_tls_context": common,
+        "require_client_certificate": tls.client_ca is not None,
+    }
     return {"name": "envoy.transport_sockets.tls", "typed_config": context}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from control_plane.injector.annotations import PREFIX, REQUEST_ANNOTATIONS
 from control_plane.policy.model import policy_schema
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -60,6 +61,12 @@ _TYPES: dict[str, Any] = {
         "drainSeconds": {"type": "integer", "minimum": 0, "maximum": 3600},
         "listenHost": _enum("0.0.0.0", "::"),
         "onInjectionFailure": _enum("fail", "ignore"),
+        "tokens": _BOOL,
+        "forbiddenAnnotations": {
+            "type": "array",
+            "items": _enum(*(name.removeprefix(PREFIX) for name in REQUEST_ANNOTATIONS)),
+            "uniqueItems": True,
+        },
         "numericServices": _enum("warn", "redirect"),
     },
     "certificates": {
@@ -73,7 +80,11 @@ _TYPES: dict[str, Any] = {
     "readServices": _BOOL,
     "readServicesNamespaces": _NAMES,
     "serviceAccount": {"create": _BOOL, "name": _NAME_OR_EMPTY, "annotations": _LABELS},
-    "networkPolicy": {"enabled": _BOOL},
+    "networkPolicy": {
+        "enabled": _BOOL,
+        "prometheusLabels": _LABELS,
+        "apiServerPorts": {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 65535}},
+    },
     "monitoring": {
         "serviceMonitor": _BOOL,
         "podMonitor": _BOOL,

@@ -74,11 +74,11 @@ class InjectionRequest:
     mode: Mode | None = None
 
     @classmethod
-    def parse(cls, annotations: Mapping[str, str]) -> Self:
-        """Parse a pod's annotations.
+    def parse(cls, annotations: Mapping[str, str], forbidden: Sequence[str] = ()) -> Self:
+        """Parse a pod's annotations. `forbidden`: names that it must not have, without their prefix.
 
         Raises:
-            NotInjectedError: an annotation under our prefix has an unknown name or a value that is not valid.
+            NotInjectedError: an annotation is forbidden, or has an unknown name or a value that is not valid.
         """
         known = (*REQUEST_ANNOTATIONS, *WRITTEN_ANNOTATIONS)
         if unknown := sorted(key for key in annotations if key.startswith(PREFIX) and key not in known):
@@ -86,6 +86,9 @@ class InjectionRequest:
             raise NotInjectedError(
                 Reason.UNKNOWN_ANNOTATION, f"annotation {unknown[0]} is unknown. It must be one of: {names}."
             )
+        if named := [name for name in forbidden if PREFIX + name in annotations]:
+            detail = f"annotation {PREFIX}{named[0]} is not allowed in this cluster. Remove it."
+            raise NotInjectedError(Reason.FORBIDDEN_ANNOTATION, detail)
         native = _choice(annotations, NATIVE, ("true", "false"))
         return cls(
             role=_choice(annotations, ROLE, ROLES),
@@ -118,7 +121,7 @@ class InjectionRecord(BaseModel):
     """The probes and hooks that used the name and were given the number: `readinessProbe/httpGet`."""
     added_hook: Literal["lifecycle", "preStop"] | None = None
     """The outermost key that was added to the vLLM container for its preStop sleep."""
-    created: tuple[Literal["metadata", "annotations", "initContainers"], ...] = ()
+    created: tuple[Literal["metadata", "annotations", "initContainers", "volumes"], ...] = ()
     """The parts of the pod that did not exist before."""
 
     def to_json(self) -> str:

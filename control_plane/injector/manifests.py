@@ -29,7 +29,7 @@ from control_plane.injector.annotations import (
     InjectionRecord,
 )
 from control_plane.injector.json_patch import apply_in_place
-from control_plane.injector.plan import CONTAINER, REDIRECT_CONTAINER
+from control_plane.injector.plan import CONTAINER, REDIRECT_CONTAINER, TOKEN_VOLUME
 from control_plane.injector.pod import Pod, read
 from control_plane.injector.pod_patch import PORT_PATHS
 from control_plane.injector.reasons import Reason, not_injected
@@ -302,6 +302,12 @@ def _take_out(template: Tree) -> None:
                 del containers[index]
         if key in record.created and key in spec and not spec[key]:
             del spec[key]
+    for index, volume in enumerate(spec.get("volumes") or ()):
+        if volume["name"] == TOKEN_VOLUME:
+            del spec["volumes"][index]
+            break
+    if "volumes" in record.created and "volumes" in spec and not spec["volumes"]:
+        del spec["volumes"]
     for container in spec["containers"]:
         if container["name"] == record.container:
             _restore_server(container, record)

@@ -15,13 +15,18 @@ from control_plane.injector.settings import NATIVE_FROM, NATIVE_NAMES_FROM, SLEE
 from control_plane.injector.traffic import Services, Traffic, direct_traffic, reachability_warnings
 from control_plane.policy.model import Policies, Policy
 from control_plane.render.filter import environment
-from control_plane.render.placement import DEFAULT_ADMIN, DEFAULT_LISTEN, Drain, Placement
+from control_plane.render.placement import DEFAULT_ADMIN, DEFAULT_LISTEN, MAX_LABELS, Drain, Placement
 from control_plane.vllm import Role
 
 CONTAINER = "vllm-priority"
 """The name of the sidecar's container."""
 REDIRECT_CONTAINER = "vllm-priority-redirect"
 """The name of the init container that loads the nftables rules."""
+
+TOKEN_VOLUME = "vllm-priority-token"
+"""The name of the volume with the token that the sidecar's polls carry."""
+TOKEN_FOLDER = "/var/run/secrets/vllm-priority"
+"""Where the sidecar's container has that volume."""
 
 HEALTH_PORT = 19002
 """The port of the sidecar's health listener, or the next free one."""
@@ -45,6 +50,7 @@ class Plan:
     the sidecar's port. taken_name: the port name that moves to the sidecar, None where none does. config: the Envoy
     bootstrap as a container's argument. environment: what it reads of its environment. server_sleep_seconds: vLLM's
     preStop sleep, 0 for none. drain_path: what the sidecar's preStop hook requests of the health listener.
+    token_audience: of the token for its polls, None for none.
     """
 
     server_index: int
@@ -65,6 +71,7 @@ class Plan:
     resources: ResourceRequirements
     server_sleep_seconds: int
     drain_path: str
+    token_audience: str | None
 
 
 def make_plan(
@@ -89,7 +96,7 @@ def make_plan(
         raise NotInjectedError(Reason.HOST_NETWORK, "hostNetwork is true, so the pod's ports are those of the node.")
     if spec.os and spec.os.name == "windows":
         raise NotInjectedError(Reason.WINDOWS, "spec.os.name is windows, and the image of Envoy is for Linux.")
-    request = InjectionRequest.parse(pod.annotations)
+    request = InjectionRequest.parse(pod.annotations, settings.forbidden_annotations)
     server, server_warnings = find_server(spec.containers, request)
     traffic, mode_warnings = direct_traffic(pod, request, server, settings, services)
     native, native_warnings = _native(request, settings, traffic, spec)
@@ -129,6 +136,7 @@ def make_plan(
         resources=resources,
         server_sleep_seconds=settings.drain_seconds if can_sleep and 0 < settings.drain_seconds < grace_seconds else 0,
         drain_path=Drain(token).path,
+        token_audience=settings.token_audience,
     )
     sleep_warnings: Warnings = ()
     if not can_sleep:
@@ -216,6 +224,11 @@ def _config(
     resources: ResourceRequirements,
     drain: Drain,
 ) -> str:
+    if len(pod.labels) > MAX_LABELS:
+        raise NotInjectedError(
+            Reason.CONFIGURATION_TOO_LARGE,
+            f"the pod has {len(pod.labels)} labels, and a sidecar can send {MAX_LABELS}. Use fewer labels.",
+        )
     keep_alive = pod.spec.containers[server.index].keep_alive_seconds or 0
     placement = Placement(
         role=server.role,
@@ -225,6 +238,7 @@ def _config(
         health=Address(settings.listen_host, ports.health),
         control_plane=settings.control_plane,
         control_plane_trust=settings.control_plane_trust,
+        token_file=f"{TOKEN_FOLDER}/token" if settings.token_audience else None,
         policy_name=request.policy,
         memory_limit_bytes=_memory_limit(resources),
         # Whoever raises vLLM's own timeout has, for example, a load balancer that keeps connections for longer.

@@ -5,7 +5,7 @@ from typing import Any
 
 from control_plane.injector.annotations import INJECTED, InjectionRecord
 from control_plane.injector.envoy_config import verbatim
-from control_plane.injector.plan import CONTAINER, REDIRECT_CONTAINER, Plan
+from control_plane.injector.plan import CONTAINER, REDIRECT_CONTAINER, TOKEN_FOLDER, TOKEN_VOLUME, Plan
 from control_plane.injector.pod import Pod
 
 CONFIG_OPTION = "--config-yaml"
@@ -35,16 +35,25 @@ def with_sidecar(pod: Mapping[str, Any], typed: Pod, plan: Plan) -> dict[str, An
         init.append({**_sidecar_container(plan), "restartPolicy": "Always"})
     else:
         containers.append(_sidecar_container(plan))
+    volumes = list(spec.get("volumes") or ())
+    if plan.token_audience:
+        volumes.append(_token_volume(plan.token_audience))
     created = [
         *(["metadata"] if pod.get("metadata") is None else []),
         *(["annotations"] if metadata.get("annotations") is None else []),
         *(["initContainers"] if init and spec.get("initContainers") is None else []),
+        *(["volumes"] if volumes and spec.get("volumes") is None else []),
     ]
     value = record.model_copy(update={"created": tuple(created)}).to_json()
     return {
         **pod,
         "metadata": {**metadata, "annotations": {**(metadata.get("annotations") or {}), INJECTED: value}},
-        "spec": {**spec, "containers": containers, **({"initContainers": init} if init else {})},
+        "spec": {
+            **spec,
+            "containers": containers,
+            **({"initContainers": init} if init else {}),
+            **({"volumes": volumes} if volumes else {}),
+        },
     }
 
 
@@ -146,8 +155,16 @@ def _sidecar_container(plan: Plan) -> dict[str, Any]:
         },
     }
     # The kubelet runs this hook, native sidecars' too, as soon as the pod begins to stop, beside vLLM's own.
+    if plan.token_audience:
+        container["volumeMounts"] = [{"name": TOKEN_VOLUME, "mountPath": TOKEN_FOLDER, "readOnly": True}]
     container["lifecycle"] = {"preStop": {"httpGet": {"path": plan.drain_path, "port": plan.health}}}
     return container
+
+
+def _token_volume(audience: str) -> dict[str, Any]:
+    """A token of the pod's service account that only the control plane accepts. The kubelet renews it."""
+    source = {"audience": audience, "expirationSeconds": 3600, "path": "token"}
+    return {"name": TOKEN_VOLUME, "projected": {"sources": [{"serviceAccountToken": source}]}}
 
 
 def _redirect_container(plan: Plan) -> dict[str, Any]:

@@ -21,6 +21,11 @@ class Reason(Enum):
     WINDOWS = "Windows", False, "The pod runs on Windows, and the image of Envoy is for Linux."
     UNKNOWN_ANNOTATION = "UnknownAnnotation", True, "An annotation under `vllm-priority.io/` has an unknown name."
     INVALID_ANNOTATION = "InvalidAnnotation", True, "An annotation has a value that is not valid."
+    FORBIDDEN_ANNOTATION = (
+        "ForbiddenAnnotation",
+        True,
+        "The pod has an annotation that the injector is set up to forbid.",
+    )
     UNKNOWN_POLICY = "UnknownPolicy", True, "The annotation `policy` names a policy that does not exist."
     NO_VLLM_CONTAINER = "NoVllmContainer", True, "The pod has several containers, and none of them runs vLLM."
     SEVERAL_VLLM_CONTAINERS = (

@@ -34,6 +34,8 @@ MAX_UID = 2**31 - 1
 EXCLUDED_NAMESPACES = frozenset({"kube-system", "kube-public", "kube-node-lease"})
 """Namespaces whose pods are never injected, whatever the webhook's selector says."""
 
+_AUDIENCE = re.compile(r"[A-Za-z0-9./:_-]{1,253}")
+
 # A version as Kubernetes' /version shows it: v1.33.2, v1.33.2-gke.100. The minor part may be "33+" there.
 _VERSION = re.compile(r"v?([0-9]{1,3})\.([0-9]{1,3})(?:[.+-][0-9A-Za-z.+-]*)?")
 
@@ -68,10 +70,14 @@ class InjectorSettings:
     """Where sidecars fetch policy changes. None: they keep the policy that they start with."""
     control_plane_trust: ServerTrust | None = None
     """How they verify the control plane. None: they use plain HTTP."""
+    token_audience: str | None = None
+    """The audience of the service account token that a sidecar's polls carry. None: they carry no token."""
     numeric_services: Literal["warn", "redirect"] = "warn"
     """What to do if a Service is known to target vLLM's port by number."""
     on_injection_failure: Literal["fail", "ignore"] = "fail"
     """What to do with a pod that asks for a sidecar and cannot have one: reject it, or let it start without one."""
+    forbidden_annotations: tuple[str, ...] = ()
+    """Annotations that pods must not have, without their prefix: what only the injector decides."""
     own_namespace: str | None = None
     """The control plane's namespace. Its pods are not injected."""
     uid: int | None = 65532
@@ -94,6 +100,15 @@ class InjectorSettings:
             )
         if self.uid is not None and not 0 < self.uid <= MAX_UID:
             raise InvalidField("uid", not_a_uid(str(self.uid)))
+        if self.token_audience is not None:
+            if self.control_plane is None:
+                raise InvalidField("token_audience", "not used without a control plane. Set --control-plane too.")
+            if not _AUDIENCE.fullmatch(self.token_audience):
+                raise InvalidField(
+                    "token_audience",
+                    f"{self.token_audience[:60]!r} is not a valid audience. Use letters, digits and ./:-_, for example"
+                    " vllm-priority.",
+                )
         # Services and probes come from outside the pod, so neither loopback nor the address of one pod will do.
         if self.listen_host not in ("0.0.0.0", "::"):
             raise InvalidField(

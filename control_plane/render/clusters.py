@@ -22,6 +22,7 @@ def clusters(policy: Policy, placement: Placement) -> list[Resource]:
             buffer=CONNECTION_BUFFER,
             max_connections=placement.max_connections,
             health_checks=_HEALTH_CHECKS if placement.health else [],
+            transport_socket=placement.upstream_trust and to_server(placement.upstream_trust),
         )
     ]
     if placement.control_plane:

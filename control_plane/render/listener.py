@@ -16,6 +16,7 @@ from control_plane.render.loggers import loggers
 from control_plane.render.placement import Placement
 from control_plane.render.routes import FORWARDED_PROTO_NOTE, report_headers, routes
 from control_plane.render.templates import Resource, render_template
+from control_plane.tls import from_clients
 
 _HTTP2_WINDOW = CONNECTION_BUFFER
 """Bytes that an HTTP/2 client may send on although Envoy has stopped reading."""
@@ -58,6 +59,7 @@ def listeners(policy: Policy, placement: Placement) -> list[Resource]:
         report_headers=report_headers(policy),
         held_bytes=held_bytes(policy),
         routes=routes(policy, held_memory(placement)),
+        transport_socket=placement.listen_tls and from_clients(placement.listen_tls),
     )
     if placement.health is None:
         return [listener]

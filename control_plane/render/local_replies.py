@@ -27,6 +27,14 @@ def local_replies(policy: Policy, placement: Placement) -> list[Resource]:
         f'{cut}{{{reason}")'
         for reason in ("remote_connection_failure", "local_connection_failure", "connection_timeout")
     )
+    tls_failed = (
+        cel_filter('response.code_details.contains("TLS_error")'),
+        _error(
+            503,
+            "the sidecar cannot establish TLS with the vLLM server: its certificate has expired, is for another name,"
+            " or has another CA than that of --upstream-ca.",
+        ),
+    )
     kinds: list[tuple[Resource, Resource]] = [
         (_status("EQ", 408), _error(408, f"{late}.")),
         (
@@ -53,6 +61,7 @@ def local_replies(policy: Policy, placement: Placement) -> list[Resource]:
                 f" fails its health check. {again}",
             ),
         ),
+        *([tls_failed] if placement.upstream_trust else []),
         (
             cel_filter(no_connection),
             _error(503, f"the sidecar cannot connect to the vLLM server. Check that the server is running. {again}"),

@@ -7,7 +7,7 @@ from typing import Self
 
 from control_plane.address import Address
 from control_plane.errors import BadInput
-from control_plane.tls import ServerTrust
+from control_plane.tls import ListenerTls, ServerTrust
 from control_plane.vllm import DEFAULT_PORT, ROLES, Role
 
 DEFAULT_LISTEN: Mapping[Role, Address] = {"render": Address("0.0.0.0", 18000), "engine": Address("0.0.0.0", 18001)}
@@ -30,6 +30,9 @@ NAME = r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
 LABEL = rf"(({NAME}\.)*{NAME}/)?[A-Za-z0-9]([A-Za-z0-9._-]{{0,61}}[A-Za-z0-9])?"
 
 LABEL_VALUE = r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?"
+
+MAX_LABELS = 64
+"""Labels of a pod that its sidecar may send with each poll. Kubernetes does not bound their number."""
 
 
 def check_namespace(text: str, what: str) -> None:
@@ -103,6 +106,10 @@ class Placement:
     admin: Address
     health: Address | None = None
     control_plane: Address | None = None
+    upstream_trust: ServerTrust | None = None
+    """How to verify the upstream. None: it has no TLS."""
+    listen_tls: ListenerTls | None = None
+    """How to serve TLS. None: the sidecar serves plain HTTP."""
     control_plane_trust: ServerTrust | None = None
     """How to verify the control plane. None: polls are plain HTTP."""
     token_file: str | None = None

@@ -30,8 +30,8 @@ class Target:
 
 _ENVOY = frozenset(
     {
-        "spread", "upstream", "listen", "control_plane", "control_plane_ca", "access_log", "request_timeout",
-        "memory_limit",
+        "spread", "upstream", "upstream_ca", "upstream_server_name", "upstream_insecure", "listen",
+        "control_plane", "control_plane_ca", "token_file", "access_log", "request_timeout", "memory_limit",
     }
 )  # fmt: skip
 

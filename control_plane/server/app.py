@@ -26,6 +26,7 @@ from control_plane.server.metrics import CONTENT_TYPE, Metrics
 from control_plane.server.policy_file import PolicyFile
 from control_plane.server.services import Services
 from control_plane.server.settings import ServeSettings
+from control_plane.server.tokens import ReviewedTokens, TokenFile
 from control_plane.vllm import ROLES
 
 _log = logging.getLogger("vllm_priority.control_plane")
@@ -35,18 +36,24 @@ def create_app(settings: ServeSettings) -> FastAPI:
     """Create the control plane. BadInput where the policy file or the certificate is not valid."""
     policy = PolicyFile(settings.policy)
     certificate = Certificate(settings.tls_cert, settings.tls_key) if settings.tls_cert and settings.tls_key else None
-    api = in_cluster() if settings.read_services or settings.write_events else None
+    api = in_cluster() if settings.read_services or settings.write_events or settings.token_audience else None
     services = Services(api) if api and settings.read_services else None
     events = Events(api) if api and settings.write_events else None
+    reviews = ReviewedTokens(api, settings.token_audience) if api and settings.token_audience else None
+    token_files = [
+        TokenFile(path, option)
+        for path, option in ((settings.token_file, "--token-file"), (settings.api_token_file, "--api-token-file"))
+        if path
+    ]
+    api_tokens = token_files[-1] if settings.api_token_file else None
     fleet = Fleet()
     injections = Injections(events)
     metrics = Metrics(policy, fleet, injections, certificate)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        tasks = [asyncio.create_task(_watch(settings, policy, certificate, fleet, metrics))]
-        if services:
-            tasks.append(asyncio.create_task(_connect(services)))
+        tasks = [asyncio.create_task(_watch(settings, policy, certificate, token_files, fleet, metrics))]
+        tasks += [asyncio.create_task(_connect(client)) for client in (services, reviews) if client]
         if events:
             tasks.append(asyncio.create_task(events.run()))
         yield
@@ -56,11 +63,16 @@ def create_app(settings: ServeSettings) -> FastAPI:
                 await task
         if services:
             await services.close()
+        if reviews:
+            await reviews.close()
         if events:
             await events.close()
 
     app = _App(title="vllm-priority control plane", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.fast_path = FastPath(app.serve_routes, settings, policy, services, fleet, injections, metrics)
+    poll_tokens = reviews or (token_files[0] if settings.token_file else None)
+    app.fast_path = FastPath(
+        app.serve_routes, settings, policy, services, fleet, injections, metrics, poll_tokens, api_tokens
+    )
     app.state.policy, app.state.certificate, app.state.fleet = policy, certificate, fleet
 
     @app.exception_handler(BadInput)
@@ -85,11 +97,12 @@ def create_app(settings: ServeSettings) -> FastAPI:
         because they affect all replicas at the same time: a policy file that is not valid must not remove all of them
         from their Service while they still serve the last valid policy.
         """
-        starting = services is not None and not services.connected
+        starting = any(client is not None and not client.connected for client in (services, reviews))
         certificate_problem = certificate.problem if certificate else None
         services_problem = services.problem if services else None
         events_problem = events.problem if events else None
-        found = (policy.problem, certificate_problem, services_problem, events_problem)
+        token_problems = [source.problem for source in (*token_files, reviews) if source]
+        found = (policy.problem, certificate_problem, services_problem, events_problem, *token_problems)
         problems = [problem for problem in found if problem]
         return _json(
             503 if starting else 200,
@@ -140,13 +153,19 @@ def create_app(settings: ServeSettings) -> FastAPI:
         limit: Annotated[int, Query(ge=1, le=2000)] = 500,
         offset: Annotated[int, Query(ge=0, le=1_000_000)] = 0,
     ) -> Response:
-        """List the sidecars that poll this replica, most recent poll first. The counts are of all of them."""
+        """List the sidecars that poll this replica, most recent poll first. The counts are of all of them.
+
+        `next_offset` is the offset of the next page, or null if there is none. A page may have fewer than `limit`.
+        """
         counts, page = fleet.report(policy.snapshot, status, limit, offset)
+        matching = counts[status] if status else sum(counts.values())
+        end = offset + len(page)
         return _json(
             200,
             {
                 "total": sum(counts.values()),
                 **counts,
+                "next_offset": end if page and end < matching else None,
                 "now": time.time(),
                 "sidecars": [sidecar._asdict() for sidecar in page],
             },
@@ -173,19 +192,24 @@ class _App(FastAPI):
         await self.fast_path(scope, receive, send)
 
 
-async def _connect(services: Services) -> None:
+async def _connect(client: Services | ReviewedTokens) -> None:
     """Connect to the Kubernetes API, and log each new reason why that fails."""
     logged = None
-    while not await services.connect():
-        if services.problem != logged:
-            logged = services.problem
+    while not await client.connect():
+        if client.problem != logged:
+            logged = client.problem
             _log.error("Not ready: %s", logged)
         await asyncio.sleep(1)
     _log.info("Connected to the Kubernetes API.")
 
 
 async def _watch(
-    settings: ServeSettings, policy: PolicyFile, certificate: Certificate | None, fleet: Fleet, metrics: Metrics
+    settings: ServeSettings,
+    policy: PolicyFile,
+    certificate: Certificate | None,
+    token_files: list[TokenFile],
+    fleet: Fleet,
+    metrics: Metrics,
 ) -> None:
     while True:
         await asyncio.sleep(settings.reload_seconds)
@@ -193,6 +217,8 @@ async def _watch(
             # In a thread, because rendering a file with many policies takes longer than a poll may wait.
             loaded = await asyncio.to_thread(policy.reload)
             renewed = await asyncio.to_thread(certificate.reload) if certificate else None
+            for tokens in token_files:
+                await asyncio.to_thread(tokens.reload)
             fleet.forget_silent()
         except Exception:
             # Whatever went wrong must not end the watch.

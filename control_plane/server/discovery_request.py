@@ -5,8 +5,9 @@ The format is envoy.service.discovery.v3.DiscoveryRequest in JSON (Envoy docs, "
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
+from sys import getsizeof
 from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -14,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from control_plane.address import Address
 from control_plane.errors import BadInput
 from control_plane.render.filter import FILTER_NAME
-from control_plane.render.placement import DEFAULT_LISTEN, DEFAULT_UPSTREAM
+from control_plane.render.placement import DEFAULT_LISTEN, DEFAULT_UPSTREAM, MAX_LABELS
 from control_plane.server.bounded_cache import BoundedCache
 from control_plane.vllm import ROLES, Role
 
@@ -24,6 +25,9 @@ TYPE_URLS: Mapping[str, str] = {
     "clusters": "type.googleapis.com/envoy.config.cluster.v3.Cluster",
 }
 """The resource types: name in the path POST /v3/discovery:<name> -> type URL."""
+
+MAX_REMEMBERED_BYTES = 64 * 2**20
+"""What the decoded requests may take, and the same again for the list of sidecars: a fraction of the memory limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,8 @@ class DiscoveryClient:
     reason: str
     error: str
     """The client's own description of why it rejected the last configuration, or the empty string."""
+    size: int = field(default=0, compare=False)
+    """About how much memory this takes, in bytes."""
     probe: bool = False
     """Whether the client only tests the control plane, as `helm test` does, and is not a sidecar."""
 
@@ -70,13 +76,17 @@ class _Message(BaseModel):
 
 
 _Text = Annotated[str, StringConstraints(max_length=1024)]
+# Kubernetes' own bounds: a prefix is a DNS subdomain of 253 characters, a name and a value have 63 (apimachinery's
+# validation of labels).
+_LabelKey = Annotated[str, StringConstraints(max_length=253 + 1 + 63)]
+_LabelValue = Annotated[str, StringConstraints(max_length=63)]
 _Address = _Text | Annotated[int, Field(ge=1, le=65535)] | None
 
 
 class _Metadata(_Message):
     role: _Text = ""
     policy: _Text | None = None
-    labels: dict[_Text, _Text] | None = None
+    labels: Annotated[dict[_LabelKey, _LabelValue], Field(max_length=MAX_LABELS)] | None = None
     listen: _Address = None
     upstream: _Address = None
     report_header: _Text | None = None
@@ -133,7 +143,19 @@ def decode(type_name: str, body: bytes) -> DiscoveryRequest:
             "" if has_place else metadata.report_header or "",
         )
     error_line = " ".join(message.error_detail.message.split())[:500] if message.error_detail else ""
-    client = DiscoveryClient(message.node.id, type_name, metadata.role, key, reason, error_line, metadata.probe)
+    texts = (
+        message.node.id,
+        metadata.role,
+        message.version_info,
+        error_line,
+        reason,
+        metadata.policy or "",
+        metadata.report_header or "",
+        *(metadata.labels or {}),
+        *(metadata.labels or {}).values(),
+    )
+    size = 1000 + sum(map(getsizeof, texts))
+    client = DiscoveryClient(message.node.id, type_name, metadata.role, key, reason, error_line, size, metadata.probe)
     return DiscoveryRequest(client, message.version_info)
 
 
@@ -144,11 +166,11 @@ class RequestDecoder:
     """Decodes requests, and caches the result by the digest of the body, so that most polls are hashed but not parsed.
 
     Envoy names all of its extensions in every poll: 77 KB of JSON in Envoy 1.40. The bytes are the same each time,
-    except for the version, which Envoy writes first. The cache holds at most `limit` bodies.
+    except for the version, which Envoy writes first. The cache holds at most `limit` requests, and `max_bytes` of them.
     """
 
-    def __init__(self, limit: int = 25_000) -> None:
-        self._cache: BoundedCache[tuple[str, bytes], DiscoveryRequest] = BoundedCache(limit)
+    def __init__(self, limit: int = 25_000, max_bytes: int = MAX_REMEMBERED_BYTES) -> None:
+        self._cache: BoundedCache[tuple[str, bytes], DiscoveryRequest] = BoundedCache(limit, max_bytes)
 
     def decode(self, type_name: str, body: bytes) -> DiscoveryRequest:
         """Like the function `decode`, and faster for a body that was decoded before."""
@@ -160,7 +182,7 @@ class RequestDecoder:
         request = self._cache.get(key)
         if request is None:
             request = decode(type_name, b"{" + rest)
-            self._cache.add(key, request)
+            self._cache.add(key, request, request.client.size)
         # Of two members "version_info" the last one counts, as in any JSON parser that accepts both.
         return request if request.version or not first else DiscoveryRequest(request.client, first[1].decode())
 

@@ -22,6 +22,7 @@ from control_plane.server.metrics import Metrics
 from control_plane.server.policy_file import PolicyFile
 from control_plane.server.services import Services
 from control_plane.server.settings import ServeSettings
+from control_plane.server.tokens import ACCEPTED, TokenCheck, Verdict, bearer
 
 MAX_BODY_BYTES = 4 * 2**20
 """Largest request body. Kubernetes limits an AdmissionReview to 3 MiB, and a poll has some 80 KB."""
@@ -30,6 +31,10 @@ _DISCOVERY = "/v3/discovery:"
 _INJECT = "/inject"
 _WORKLOADS = "/validate-workload"
 _NOT_MODIFIED: Message = {"type": "http.response.start", "status": 304, "headers": []}
+_NO_STATUS_OVER_TLS = Verdict(
+    403, "Status and metrics are served over TLS only with a token. Set --api-token-file, or use the plain listener."
+)
+_CHALLENGE = [(b"www-authenticate", b"Bearer")]
 _END: Message = {"type": "http.response.body", "body": b""}
 
 
@@ -45,6 +50,8 @@ class FastPath:
         fleet: Fleet,
         injections: Injections,
         metrics: Metrics,
+        poll_tokens: TokenCheck | None,
+        api_tokens: TokenCheck | None,
     ) -> None:
         self._app = app
         self._body_seconds = settings.body_seconds
@@ -54,6 +61,8 @@ class FastPath:
         self._fleet = fleet
         self._injections = injections
         self._metrics = metrics
+        self._poll_tokens = poll_tokens
+        self._api_tokens = api_tokens
         self._decoder = RequestDecoder()
         self._types = {f"{_DISCOVERY}{type_name}": type_name for type_name in TYPE_URLS}
 
@@ -76,12 +85,22 @@ class FastPath:
                 detail = f"{scope['method']} is not supported here. Use POST."
                 await _send_detail(send, 405, detail, [(b"allow", b"POST")])
             elif type_name is not None:
-                await self._discover(type_name, body, send)
+                await self._discover(type_name, scope, body, send)
             else:
                 await self._review(path, body, send)
         elif path.startswith(_DISCOVERY):
             detail = f"{path[:200]!r} is not a valid discovery path. Use one of: {', '.join(self._types)}."
             await _send_detail(send, 404, detail)
+        elif path == "/metrics" or path.startswith("/api/"):
+            if self._api_tokens:
+                verdict = await self._api_tokens.check(bearer(scope["headers"]))
+            else:
+                # The TLS listener is open to the whole cluster. The other one can be closed to all but Prometheus.
+                verdict = _NO_STATUS_OVER_TLS if scope["scheme"] == "https" else ACCEPTED
+            if verdict.status == 200:
+                await self._app(scope, _replay(body, receive), send)
+            else:
+                await _send_detail(send, verdict.status, verdict.detail, _CHALLENGE if self._api_tokens else None)
         else:
             await self._app(scope, _replay(body, receive), send)
 
@@ -109,13 +128,22 @@ class FastPath:
         if mutation:
             self._injections.record(request, mutation)
 
-    async def _discover(self, type_name: str, body: bytes, send: Send) -> None:
+    async def _discover(self, type_name: str, scope: Scope, body: bytes, send: Send) -> None:
         count = self._metrics.count
+        verdict = await self._poll_tokens.check(bearer(scope["headers"])) if self._poll_tokens else ACCEPTED
+        if verdict.status != 200:
+            count[type_name, "unauthorized" if verdict.status == 401 else "not_reviewed"]()
+            await _send_detail(send, verdict.status, verdict.detail, _CHALLENGE if verdict.status == 401 else None)
+            return
         try:
             client, version = self._decoder.decode(type_name, body)
         except BadInput as error:
             count[type_name, "bad_request"]()
             await _send_detail(send, 400, str(error))
+            return
+        if verdict.node_id not in (None, client.node_id) and not client.probe:
+            count[type_name, "unauthorized"]()
+            await _send_detail(send, 403, f"node.id: the token belongs to {verdict.node_id}, not to this node.")
             return
         response = self._policy.snapshot.respond(client, version)
         if not client.probe:
@@ -127,7 +155,7 @@ class FastPath:
         elif response.state == "found":
             await _send(send, 200, response.body)
         else:
-            await _send_detail(send, 404, response.reason)
+            await _send_detail(send, 503 if response.state == "busy" else 404, response.reason)
 
 
 class _BodyRejected(Exception):

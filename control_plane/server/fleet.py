@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from control_plane.server.discovery_request import DiscoveryClient
+from control_plane.server.discovery_request import MAX_REMEMBERED_BYTES, DiscoveryClient
 from control_plane.server.xds import DiscoveryResponse, Snapshot
 
 ConfigStatus = Literal["SYNCED", "STALE", "ERROR", "UNKNOWN"]
@@ -20,6 +20,9 @@ STALE     the sidecar has not confirmed that version yet
 ERROR     the sidecar was sent that version and rejected it
 UNKNOWN   the sidecar requests a role or a policy that does not exist
 """
+
+MAX_PAGE_BYTES = 2**20
+"""About how large one page of the list of sidecars may become."""
 
 
 @dataclass(slots=True)
@@ -55,12 +58,17 @@ class SidecarStatus(NamedTuple):
 class Fleet:
     """The sidecars that poll this replica.
 
-    Beyond `limit` sidecars, the one that has been silent longest is forgotten, and so is each one that has been silent
-    for `expiry_seconds`. The default is at least six polls, so that the sidecars of deleted pods do not stay STALE.
+    Beyond `limit` sidecars, and beyond `max_bytes` of what they sent, the one that has been silent longest is
+    forgotten, and so is each one that has been silent for `expiry_seconds`. The default is at least six polls, so that
+    the sidecars of deleted pods do not stay STALE.
     """
 
-    def __init__(self, limit: int = 20_000, expiry_seconds: float = 60.0) -> None:
+    def __init__(
+        self, limit: int = 20_000, expiry_seconds: float = 60.0, max_bytes: int = MAX_REMEMBERED_BYTES
+    ) -> None:
         self._limit = limit
+        self._max_bytes = max_bytes
+        self._bytes = 0
         self._expiry_seconds = expiry_seconds
         # Ordered by the time of the last poll, oldest first.
         self._sidecars: dict[tuple[str, str, str], Sidecar] = {}
@@ -74,8 +82,11 @@ class Fleet:
         sidecar = self._sidecars.pop(key, None)
         if sidecar is None:
             sidecar = Sidecar(client, version, now, now)
-            while len(self._sidecars) >= self._limit:
-                del self._sidecars[next(iter(self._sidecars))]
+        else:
+            self._bytes -= sidecar.client.size
+        self._bytes += client.size
+        while self._sidecars and (len(self._sidecars) >= self._limit or self._bytes > self._max_bytes):
+            self._forget_oldest()
         self._sidecars[key] = sidecar
         if response.state == "found":
             # Envoy's REST client does not report that it rejected a configuration. It polls again with its old version.
@@ -90,7 +101,10 @@ class Fleet:
         """Forget the sidecars that have been silent for longer than the expiry time."""
         oldest = (time.time() if now is None else now) - self._expiry_seconds
         while self._sidecars and next(iter(self._sidecars.values())).last_seen < oldest:
-            del self._sidecars[next(iter(self._sidecars))]
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        self._bytes -= self._sidecars.pop(next(iter(self._sidecars))).client.size
 
     def statuses(self, snapshot: Snapshot) -> Iterator[tuple[Sidecar, str, ConfigStatus]]:
         """Yield each sidecar with the version that it should have and its status, most recent poll first."""
@@ -108,14 +122,19 @@ class Fleet:
     def report(
         self, snapshot: Snapshot, status: ConfigStatus | None = None, limit: int = 500, offset: int = 0
     ) -> tuple[dict[ConfigStatus, int], list[SidecarStatus]]:
-        """Return the number of sidecars by status, and one page of those that have `status` (None: any status)."""
+        """Return the number of sidecars by status, and one page of those that have `status` (None: any status).
+
+        A page ends after `limit` sidecars, or as soon as it has MAX_PAGE_BYTES.
+        """
         counts: dict[ConfigStatus, int] = dict.fromkeys(CONFIG_STATUSES, 0)
         page: list[SidecarStatus] = []
+        size = 0
         for sidecar, expected_version, found in self.statuses(snapshot):
             counts[found] += 1
             if status in (None, found):
                 offset -= 1
-                if offset < 0 and len(page) < limit:
+                if offset < 0 and len(page) < limit and size < MAX_PAGE_BYTES:
+                    size += sidecar.client.size
                     page.append(_status_of(sidecar, expected_version, found))
         return counts, page
 

@@ -12,7 +12,7 @@ from control_plane.policy.model import Policies
 from control_plane.server.discovery_request import decode
 from control_plane.server.policy_file import PolicyFile
 
-_STATUS = {"found": 200, "not_modified": 304, "not_found": 404}
+_STATUS = {"found": 200, "not_modified": 304, "not_found": 404, "busy": 503}
 
 _RESTART = ". Restart the sidecar for ordinary, routes.root_path and limits.max_body_bytes, which have changed"
 

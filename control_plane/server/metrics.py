@@ -65,7 +65,7 @@ class Metrics:
         self.count = {
             (type_name, result): self.requests.labels(type_name, result).inc
             for type_name in TYPE_URLS
-            for result in ("found", "not_modified", "not_found", "bad_request")
+            for result in ("found", "not_modified", "not_found", "busy", "bad_request", "unauthorized", "not_reviewed")
         }
         ProcessCollector(registry=self.registry)
         self.registry.register(_FleetCollector(policy, fleet))

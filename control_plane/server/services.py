@@ -17,7 +17,6 @@ class Services:
     """The Services of a namespace, from the Kubernetes API. They are cached, so that a rollout needs one request.
 
     `problem` is the reason why the last request failed, or None. Pods are injected without this knowledge too.
-    `connected` is whether the API server has accepted a request yet.
     """
 
     def __init__(self, api: ApiAccess, cache_seconds: float = 5.0) -> None:

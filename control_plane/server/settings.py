@@ -28,6 +28,12 @@ class ServeSettings:
     """Whether to read the Services of a pod's namespace from the Kubernetes API. Needs the permission to list them."""
     write_events: bool = False
     """Whether to write Events about injections, on the owners of pods. Needs the permission to create Events."""
+    token_file: Path | None = None
+    """The tokens that polls must carry, one a line. None: see `token_audience`."""
+    token_audience: str | None = None
+    """The audience of the service account tokens that polls must carry. None and no `token_file`: anybody may poll."""
+    api_token_file: Path | None = None
+    """The tokens that requests for /api/ and /metrics must carry, one a line. None: anybody may send them."""
     reload_seconds: float = 1.0
     """Time between two looks at the policy file and the certificate."""
     body_seconds: float = 10.0
@@ -40,6 +46,8 @@ class ServeSettings:
             raise InvalidField("tls_cert", "not set. TLS needs both a certificate and its key.")
         if self.tls_listen is not None and self.tls_cert is None:
             raise InvalidField("tls_listen", "not used without a certificate. Set a certificate and its key too.")
+        if self.token_file is not None and self.token_audience is not None:
+            raise InvalidField("token_audience", "not used together with a token file. Set one of the two.")
         if self.injector.numeric_services == "redirect" and not self.read_services:
             raise InvalidField(
                 "numeric_services",

@@ -6,6 +6,7 @@ and every process gives the same response to the same request and the same polic
 """
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
@@ -18,10 +19,14 @@ from control_plane.render.listener import listeners
 from control_plane.render.placement import DEFAULT_ADMIN, DEFAULT_LISTEN, DEFAULT_UPSTREAM, Placement
 from control_plane.render.templates import Resource
 from control_plane.server.bounded_cache import BoundedCache
-from control_plane.server.discovery_request import TYPE_URLS, DiscoveryClient, ResourceKey, shown
+from control_plane.server.discovery_request import MAX_REMEMBERED_BYTES, TYPE_URLS, DiscoveryClient, ResourceKey, shown
 from control_plane.vllm import ROLES, Role
 
-State = Literal["found", "not_modified", "not_found"]
+State = Literal["found", "not_modified", "not_found", "busy"]
+
+RENDERINGS_PER_SECOND, RENDERINGS_AT_ONCE = 10.0, 50.0
+"""How many resources may be rendered for what was not polled for before. Each takes up to 10 ms of the event loop, and
+clients choose the addresses and the header that they send."""
 
 
 def _extension_configs(policy: Policy, key: ResourceKey) -> list[Resource]:
@@ -63,6 +68,9 @@ class DiscoveryResponse:
     reason: str = ""
 
 
+_BUSY = DiscoveryResponse(
+    "busy", reason="Too many sidecars poll with addresses of their own at the same time. Poll again later."
+)
 _NOT_MODIFIED = DiscoveryResponse("not_modified")
 
 
@@ -72,11 +80,13 @@ class Snapshot:
     def __init__(self, policies: Policies) -> None:
         """Render each policy's filter for each role, so that a policy that cannot be rendered fails here, not later."""
         self.policies = policies
-        self._responses: BoundedCache[ResourceKey, DiscoveryResponse] = BoundedCache(25_000)
+        self._responses: BoundedCache[ResourceKey, DiscoveryResponse] = BoundedCache(25_000, MAX_REMEMBERED_BYTES)
         self._rendered: BoundedCache[tuple[object, ...], DiscoveryResponse] = BoundedCache(500)
+        self._renderings = RENDERINGS_AT_ONCE
+        self._renderings_at = time.monotonic()
         for name, policy in policies.by_name.items():
             for role in ROLES:
-                self._respond(_bootstrap_key(policy, name, role))
+                self.version(name, policy, role)
 
     def respond(self, client: DiscoveryClient, version: str) -> DiscoveryResponse:
         """Return the response for a client that has `version`."""
@@ -87,21 +97,18 @@ class Snapshot:
         """Return the response for a client that has no version yet."""
         if client.key is None:
             return DiscoveryResponse("not_found", reason=client.reason)
-        return self._cached(client.key)
+        return self._responses.get(client.key) or self._respond(client.key, client.size)
 
     def version(self, name: str, policy: Policy, role: Role) -> str:
         """Return the version of a policy's filter configuration, for a sidecar whose bootstrap has that policy."""
-        return self._cached(_bootstrap_key(policy, name, role)).version
+        return self._respond(_bootstrap_key(policy, name, role)).version
 
     def versions(self) -> list[str]:
         """Return the versions of everything that was rendered so far."""
         return [response.version for response in self._rendered.values()]
 
-    def _cached(self, key: ResourceKey) -> DiscoveryResponse:
-        cached = self._responses.get(key)
-        return self._respond(key) if cached is None else cached
-
-    def _respond(self, key: ResourceKey) -> DiscoveryResponse:
+    def _respond(self, key: ResourceKey, size: int | None = None) -> DiscoveryResponse:
+        """Respond to a client that takes `size` bytes; None: to nobody, and without a bound on renderings."""
         policy = self.policies.choose(dict(key.labels), key.policy_name)
         if policy is None:
             names = ", ".join(self.policies.by_name)
@@ -114,11 +121,22 @@ class Snapshot:
             content = key.type_name, key.role, id(policy), key.listen, key.upstream, key.report_header
             rendered = self._rendered.get(content)
             if rendered is None:
+                if size is not None and not self._may_render():
+                    return _BUSY
                 rendered = _render(key, policy)
                 self._rendered.add(content, rendered)
             response = rendered
-        self._responses.add(key, response)
+        self._responses.add(key, response, size or 0)
         return response
+
+    def _may_render(self) -> bool:
+        now = time.monotonic()
+        refilled = self._renderings + (now - self._renderings_at) * RENDERINGS_PER_SECOND
+        self._renderings, self._renderings_at = min(refilled, RENDERINGS_AT_ONCE), now
+        if self._renderings < 1:
+            return False
+        self._renderings -= 1
+        return True
 
 
 def _bootstrap_key(policy: Policy, name: str, role: Role) -> ResourceKey:

@@ -177,6 +177,7 @@ class ControlPlane:
             "--tls-listen": f"127.0.0.1:{self.tls_port}",
             "--tls-cert": str(self.folder / "tls.crt"),
             "--tls-key": str(self.folder / "tls.key"),
+            "--control-plane-ca": str(self.folder / "ca.crt"),
         }
         arguments = []
         for argument in self.release.deployment["spec"]["template"]["spec"]["containers"][0]["args"]:
@@ -198,7 +199,7 @@ class ControlPlane:
         """What the kubelet does: the files of a mounted Secret and ConfigMap become what those hold."""
         secret = self.release.secret
         for name, text in {
-            **{k: secret[k] for k in ("tls.crt", "tls.key")},
+            **{k: secret[k] for k in ("tls.crt", "tls.key", "ca.crt")},
             "policy.yaml": self.release.policy,
         }.items():
             new = self.folder / f".{name}"

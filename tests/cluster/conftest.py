@@ -59,6 +59,8 @@ def release(cluster: Cluster, ports: tuple[int, int]) -> Iterator[Release]:
         repository, _, tag = cluster.image.rpartition(":")
         values |= {"image.repository": json.dumps(repository), "image.tag": json.dumps(tag)}
     else:
+        # The control plane outside the cluster has no service account to have tokens reviewed with.
+        values["sidecar.tokens"] = "false"
         values["webhook.url"] = json.dumps(f"https://127.0.0.1:{ports[1]}/inject")
     found = Release(cluster, name, f"{name}-system", values)
     yield found

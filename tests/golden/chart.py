@@ -53,9 +53,10 @@ VARIANTS: Mapping[str, Variant] = {
             ],
         }
     ),
+    "no-tokens": Variant({"sidecar": {"tokens": False}}),
     "own-policy": Variant({"policyConfigMap": "priorities"}),
-    "network-policy": Variant({"networkPolicy": {"enabled": True}}),
-    "read-services": Variant({"readServices": True, "networkPolicy": {"enabled": True}}),
+    "no-network-policy": Variant({"networkPolicy": {"enabled": False}}),
+    "read-services": Variant({"readServices": True}),
     "read-services-namespaces": Variant({"readServices": True, "readServicesNamespaces": ["ml", "web"]}),
     "monitors": Variant(
         {"monitoring": {"serviceMonitor": True, "podMonitor": True, "dashboard": True, "labels": {"team": "ml"}}},
@@ -85,6 +86,7 @@ VARIANTS: Mapping[str, Variant] = {
                 "drainSeconds": 15,
                 "listenHost": "::",
                 "onInjectionFailure": "ignore",
+                "forbiddenAnnotations": ["image", "mode"],
                 "numericServices": "redirect",
             },
             "serviceAccount": {"name": "priorities", "annotations": {"example.com/owner": "ml"}},

@@ -36,6 +36,7 @@ from control_plane.policy.load import parse_policies
 from control_plane.policy.model import Policies
 from control_plane.render.bootstrap import bootstrap
 from control_plane.render.placement import Drain, Placement
+from control_plane.tls import ServerTrust
 
 POLICIES = parse_policies("policies: [{name: batch, selector: {tier: batch}, policy: {default: 10}}]")
 SETTINGS = InjectorSettings(kubernetes_version="1.35")
@@ -343,6 +344,25 @@ def test_the_sidecar_passes_pod_security_restricted(asked: dict[str, str]) -> No
 def test_the_cluster_chooses_the_user_if_there_is_no_uid() -> None:
     context = sidecar_of(change(make_pod(), InjectorSettings(uid=None)).pod)["securityContext"]
     assert "runAsUser" not in context
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("image", "evil.example/envoy:1"), ("resources", "{}"), ("mode", "redirect")]
+)
+def test_what_the_injector_forbids_no_pod_gets(name: str, value: str) -> None:
+    settings = InjectorSettings(forbidden_annotations=("image", "resources", "mode"))
+    response = answer(make_pod(asked={name: value}), settings)
+    assert response["allowed"] is False
+    assert "patch" not in response
+    message = f"annotation vllm-priority.io/{name} is not allowed in this cluster. Remove it."
+    assert response["status"]["message"].endswith(message)
+    assert "patch" in answer(make_pod(asked={"role": "render"}), settings)
+
+
+def test_a_pod_with_more_labels_than_a_sidecar_can_send_is_rejected() -> None:
+    assert "patch" in answer(make_pod(labels={f"l{number}": "" for number in range(60)}))
+    message = answer(make_pod(labels={f"l{number}": "" for number in range(70)}))["status"]["message"]
+    assert "labels, and a sidecar can send 64. Use fewer labels." in message
 
 
 # ---- Port clashes --------------------------------------------------------------------------------------------------
@@ -956,3 +976,30 @@ def test_deeply_nested_pods_do_not_crash() -> None:
 
 def test_the_default_policy_needs_no_names() -> None:
     assert mutate(make_pod(), Policies(), SETTINGS).reason is None
+
+
+# ---- The control plane -----------------------------------------------------------------------------------------------
+
+
+def test_a_sidecar_verifies_the_control_plane_and_has_a_token_for_it() -> None:
+    settings = InjectorSettings(
+        control_plane=Address("control.priority.svc", 443),
+        control_plane_trust=ServerTrust("THE CA", "control.priority.svc"),
+        token_audience="vllm-priority",
+    )
+    for pod in (make_pod(), make_pod(volumes=[{"name": "model", "emptyDir": {}}])):
+        changed = change(pod, settings).pod
+        valid(changed)
+        (cluster,) = (c for c in config_of(changed)["static_resources"]["clusters"] if c["name"] == "control_plane")
+        context = cluster["transport_socket"]["typed_config"]
+        assert context["sni"] == "control.priority.svc"
+        verified = context["common_tls_context"]["validation_context"]
+        assert verified["trusted_ca"] == {"inline_string": "THE CA"}
+        names = [{"san_type": "DNS", "matcher": {"exact": "control.priority.svc"}}]
+        assert verified["match_typed_subject_alt_names"] == names
+        volume = changed["spec"]["volumes"][-1]
+        (source,) = volume["projected"]["sources"]
+        assert source["serviceAccountToken"]["audience"] == "vllm-priority"
+        (mount,) = sidecar_of(changed)["volumeMounts"]
+        assert mount == {"name": volume["name"], "mountPath": "/var/run/secrets/vllm-priority", "readOnly": True}
+        assert f"{mount['mountPath']}/{source['serviceAccountToken']['path']}" in json.dumps(cluster)

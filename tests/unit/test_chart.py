@@ -120,7 +120,11 @@ def test_every_pod_meets_pod_security_restricted(rendered: dict[str, Objects]) -
                 assert context["readOnlyRootFilesystem"] is True
 
 
-API_RULES = {"events": ["create"], "services": ["list"]}
+API_RULES = {
+    "events": {"apiGroups": [""], "verbs": ["create"]},
+    "services": {"apiGroups": [""], "verbs": ["list"]},
+    "tokenreviews": {"apiGroups": ["authentication.k8s.io"], "verbs": ["create"]},
+}
 
 
 def test_the_control_plane_has_only_the_access_to_the_api_that_it_uses(rendered: dict[str, Objects]) -> None:
@@ -129,20 +133,22 @@ def test_the_control_plane_has_only_the_access_to_the_api_that_it_uses(rendered:
         values = VARIANTS[name].values
         used = {"services": values.get("readServices", False)}
         used["events"] = values.get("webhook", {}).get("enabled", True) and values.get("writeEvents", True)
+        used["tokenreviews"] = values.get("sidecar", {}).get("tokens", True)
         spec = one(objects, "Deployment")["spec"]["template"]["spec"]
         assert spec["automountServiceAccountToken"] is any(used.values()), name
         rules = [rule for found in objects if found["kind"] in kinds for rule in found.get("rules", [])]
         assert {resource for rule in rules for resource in rule["resources"]} == {r for r in used if used[r]}, name
         for rule in rules:
             (resource,) = rule["resources"]
-            assert rule == {"apiGroups": [""], "resources": [resource], "verbs": API_RULES[resource]}
+            assert rule == {"resources": [resource], **API_RULES[resource]}
     services = find(rendered["read-services-namespaces"], "Role")
     assert {role["metadata"].get("namespace") for role in services} == {"ml", "web"}
-    assert len(find(rendered["read-services-namespaces"], "ClusterRole")) == 1
+    assert len(find(rendered["read-services-namespaces"], "ClusterRole")) == 2
 
 
-def test_without_events_nothing_has_access_to_the_api() -> None:
-    objects = documents(template({"writeEvents": False, "networkPolicy": {"enabled": True}}))
+def test_without_events_and_tokens_nothing_has_access_to_the_api() -> None:
+    values = {"writeEvents": False, "sidecar": {"tokens": False}, "networkPolicy": {"enabled": True}}
+    objects = documents(template(values))
     assert not [found for found in objects if "Role" in found["kind"]]
     assert one(objects, "Deployment")["spec"]["template"]["spec"]["automountServiceAccountToken"] is False
     assert one(objects, "NetworkPolicy")["spec"]["egress"] == []
@@ -462,13 +468,17 @@ def test_a_number_that_helm_keeps_arrives_unchanged(value: int) -> None:
     assert parse_policies(config["data"]["policy.yaml"]).default.default == value
 
 
+FREE = {("monitoring", "dashboardLabels"), ("networkPolicy", "prometheusLabels"), ("resources",)}
+"""Values whose keys are not the chart's."""
+
+
 def test_every_value_has_a_comment() -> None:
     commented = {path for path, _ in value_comments()}
 
     def paths(values: dict[str, Any], at: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
         for key, value in values.items():
             yield (*at, key)
-            if isinstance(value, dict) and (*at, key) not in {("monitoring", "dashboardLabels"), ("resources",)}:
+            if isinstance(value, dict) and (*at, key) not in FREE:
                 yield from paths(value, (*at, key))
 
     assert set(paths(yaml.safe_load((CHART / "values.yaml").read_text()))) == commented
@@ -525,10 +535,20 @@ def test_the_program_accepts_the_arguments_of_the_chart(
     arguments = [argument.replace("/etc/vllm-priority-tls/ca.crt", str(ca)) for argument in arguments]
     options = cli.commands[command].make_context(command, arguments).params
     settings = injector_settings(options)
-    if name != "no-webhook":
-        assert str(settings.control_plane) == f"{options['control_plane'].removeprefix('https://')}"
-        assert settings.control_plane_trust is not None
-        assert settings.control_plane_trust.server_name.endswith(f".{NAMESPACE}.svc")
+    assert str(settings.control_plane) == options["control_plane"].removeprefix("https://")
+    assert settings.control_plane_trust is not None
+    assert settings.control_plane_trust.server_name.endswith(f".{NAMESPACE}.svc")
+    assert (settings.token_audience is None) == (name == "no-tokens")
     if name == "everything-set":
         assert (settings.image, settings.on_injection_failure) == ("images.example/envoy:v1.40.0", "ignore")
         assert settings.resources["limits"] == {"memory": "2Gi"}
+
+
+def test_the_network_policy_is_on_and_lets_only_prometheus_read_the_status(rendered: dict[str, Objects]) -> None:
+    spec = one(rendered["default"], "NetworkPolicy")["spec"]
+    prometheus, anybody = spec["ingress"]
+    assert prometheus["ports"] == [{"port": "http", "protocol": "TCP"}]
+    labels = {"app.kubernetes.io/name": "prometheus"}
+    assert prometheus["from"] == [{"namespaceSelector": {}, "podSelector": {"matchLabels": labels}}]
+    assert anybody == {"ports": [{"port": "https", "protocol": "TCP"}]}
+    assert not find(rendered["no-network-policy"], "NetworkPolicy")

@@ -218,6 +218,7 @@ BOOTSTRAP = ["config", "--role", "render", "--target", "bootstrap"]
 RUN = ["run", "--role", "render", "--upstream", "{dead}", "--listen", "{free}"]
 EXPLAIN = ["explain", "--path", "/inference/v1/generate"]
 INJECT = ["inject", "-f", "ok.yaml"]
+SERVE = ["serve", "--policy", "ok.yaml", "--listen", "127.0.0.1:1"]
 NOT_A_URL = "is not a valid URL. Use https://HOST:PORT together with --control-plane-ca, for example https://"
 ADDRESS = "is no address; allowed: HOST:PORT, such as 127.0.0.1:8000 or [::1]:8000"
 URL = "is not a valid server URL. Use the root URL of a server, for example http://127.0.0.1:8000."
@@ -262,6 +263,43 @@ URL = "is not a valid server URL. Use the root URL of a server, for example http
         (
             [*BOOTSTRAP, "--control-plane-ca", "ca.crt"],
             "--control-plane-ca: not used without --control-plane. Set --control-plane too.",
+        ),
+        *(
+            ([*BOOTSTRAP, *option, "--upstream", "vllm:80"], f"{option[0]}: not used without TLS. Use https://vllm:80")
+            for option in (["--upstream-ca", "ca.crt"], ["--upstream-server-name", "a"], ["--upstream-insecure"])
+        ),
+        ([*BOOTSTRAP, "--upstream", "https://vllm:80"], "--upstream-ca: not set, and --upstream is an https:// URL."),
+        (
+            [*BOOTSTRAP, "--upstream", "https://vllm:80", "--upstream-insecure"],
+            "--upstream-insecure: vllm:80 is not on this machine, so anybody in between could pass for the server.",
+        ),
+        (
+            [*BOOTSTRAP, "--upstream", "https://localhost:80", "--upstream-insecure", "--upstream-ca", "ca.crt"],
+            "--upstream-ca: not used together with --upstream-insecure. Use one of the two.",
+        ),
+        ([*RUN, "--tls-cert", "tls.crt"], "--tls-key: not set. TLS needs both a certificate and its key."),
+        ([*RUN, "--tls-key", "tls.key"], "--tls-cert: not set. TLS needs both a certificate and its key."),
+        ([*RUN, "--client-ca", "ca.crt"], "--client-ca: not used without TLS. Set --tls-cert and --tls-key too."),
+        (
+            [*RUN, "--tls-cert", "ok.yaml", "--tls-key", "ok.yaml"],
+            "--tls-cert: ok.yaml: cannot be used: not a certificate in PEM format.",
+        ),
+        (
+            [*RUN, "--tls-cert", "ca.crt", "--tls-key", "ok.yaml"],
+            "--tls-key: ok.yaml: cannot be used: not a key in PEM format without a password.",
+        ),
+        (
+            [*BOOTSTRAP, "--token-file", "token"],
+            "--token-file: not used without --control-plane. Set --control-plane too.",
+        ),
+        *(
+            ([*SERVE, option, "none"], f"{option}: none: cannot be read: No such file or directory.")
+            for option in ("--token-file", "--api-token-file")
+        ),
+        ([*SERVE, "--token-audience", "a b"], "--token-audience: not used without a control plane."),
+        (
+            [*SERVE, "--token-audience", "a b", "--control-plane", "https://a:1", "--control-plane-ca", "ca.crt"],
+            "--token-audience: 'a b' is not a valid audience. Use letters, digits and ./:-_, for example vllm-",
         ),
         (
             [*BOOTSTRAP, "--control-plane", "https://vllm:80", "--control-plane-ca", "none.crt"],
@@ -635,11 +673,15 @@ CHANGES = {
     "--policy": ["ok.yaml"],
     "--policy-name": ["batch", "--policy", "named.yaml"],
     "--upstream": ["vllm:9000"],
+    "--upstream-ca": ["ca.crt", "--upstream", "https://vllm:9000"],
+    "--upstream-server-name": ["vllm.test", "--upstream", "https://vllm:9000", "--upstream-ca", "ca.crt"],
+    "--upstream-insecure": ["--upstream", "https://localhost:9000"],
     "--spread": ["--upstream", "vllm:9000"],
     "--listen": ["127.0.0.1:9001"],
     "--admin": ["127.0.0.1:9002"],
     "--control-plane": ["http://127.0.0.1:9003"],
     "--control-plane-ca": ["ca.crt", "--control-plane", "https://127.0.0.1:9003"],
+    "--token-file": ["token", "--control-plane", "http://127.0.0.1:9003"],
     "--health": ["127.0.0.1:9004"],
     "--access-log": ["/dev/null"],
     "--request-timeout": ["60"],

@@ -10,6 +10,11 @@ from control_plane.server.fleet import Fleet, SidecarStatus
 from control_plane.server.xds import Snapshot
 
 
+def labelled(number: int) -> dict[str, str]:
+    """As many labels, and as large ones, as a poll may have."""
+    return {f"{number}-{index}-".ljust(253, "a") + "/" + "b" * 63: "c" * 63 for index in range(64)}
+
+
 class Replica:
     """One replica's memory of its sidecars, and its policy."""
 
@@ -22,10 +27,16 @@ class Replica:
         self.snapshot = Snapshot(parse_policies(f"default: {default}"))
 
     def poll(
-        self, version: str = "", node: str = "pod-1", role: str = "render", now: float = 0.0, error: str = ""
+        self,
+        version: str = "",
+        node: str = "pod-1",
+        role: str = "render",
+        now: float = 0.0,
+        error: str = "",
+        **metadata: object,
     ) -> str:
         """Poll, and return the version that the sidecar has if it accepts the response."""
-        body = {"node": {"id": node, "metadata": {"role": role}}, "error_detail": {"message": error}}
+        body = {"node": {"id": node, "metadata": {"role": role, **metadata}}, "error_detail": {"message": error}}
         client, _ = self.decoder.decode("extension_configs", json.dumps(body).encode())
         response = self.snapshot.respond(client, version)
         self.fleet.record(client, version, response, now)
@@ -113,3 +124,29 @@ def test_a_page_holds_some_sidecars_and_the_counts_are_of_all(limit: int, offset
     counts, page = replica.fleet.report(replica.snapshot, "STALE", limit, offset)
     assert [sidecar.node_id for sidecar in page] == nodes
     assert counts == {"SYNCED": 0, "STALE": 3, "ERROR": 0, "UNKNOWN": 0}
+
+
+def test_what_is_remembered_is_bounded_in_bytes_and_the_latest_polls_stay() -> None:
+    replica = Replica(max_bytes=1_000_000)
+    for number in range(300):
+        replica.poll(node=f"pod-{number}", labels=labelled(number))
+    counts, _ = replica.fleet.report(replica.snapshot)
+    assert 10 < sum(counts.values()) < 50
+    assert replica.fleet.report(replica.snapshot)[1][0].node_id == "pod-299"
+    for number in range(100):
+        replica.poll(node=f"small-{number}")
+    for _ in range(3):
+        replica.poll(node="pod-299", labels=labelled(299))
+    assert sum(replica.fleet.report(replica.snapshot)[0].values()) > 100, "what was forgotten is not counted again"
+
+
+def test_a_page_is_bounded_in_bytes() -> None:
+    replica = Replica()
+    for number in range(200):
+        replica.poll(node=f"pod-{number}", labels=labelled(number))
+    seen: list[str] = []
+    while len(seen) < 200:
+        page = replica.fleet.report(replica.snapshot, limit=2000, offset=len(seen))[1]
+        assert 0 < len(json.dumps(page)) < 2 * 2**20
+        seen += [sidecar.node_id for sidecar in page]
+    assert sorted(seen) == sorted(f"pod-{number}" for number in range(200))

@@ -10,6 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from control_plane.address import Address
 from control_plane.errors import BadInput
 from control_plane.injector.manifests import TEMPLATES, inject_stream, uninject_stream
 from control_plane.injector.settings import InjectorSettings
@@ -144,6 +145,20 @@ def test_a_manifest_gets_a_sidecar_and_comes_back_byte_for_byte(text: str) -> No
     document = yaml.safe_load(with_sidecar)
     assert sidecars(document) == 1
     kubernetes_validate.validate(document, "1.35", strict=True)
+    assert uninject_stream(with_sidecar) == (text, [])
+
+
+VOLUMES = "      volumes:\n      - name: cache\n        emptyDir: {}\n"
+
+
+@pytest.mark.parametrize("volumes", [VOLUMES, ""])
+def test_a_sidecar_with_a_token_comes_out_again_with_its_volume(volumes: str) -> None:
+    settings = InjectorSettings(control_plane=Address("control", 443), token_audience="vllm-priority")
+    assert VOLUMES in DEPLOYMENT
+    text = DEPLOYMENT.replace(VOLUMES, volumes)
+    with_sidecar, _ = inject_stream(text, Policies(), settings)
+    kubernetes_validate.validate(yaml.safe_load(with_sidecar), "1.35", strict=True)
+    assert "serviceAccountToken" in with_sidecar
     assert uninject_stream(with_sidecar) == (text, [])
 
 

@@ -15,7 +15,8 @@ from control_plane.render.clusters import clusters
 from control_plane.render.filter import ManagedEnvoy, filter_config
 from control_plane.render.listener import listeners
 from control_plane.render.placement import DEFAULT_ADMIN, Placement
-from control_plane.server.discovery_request import TYPE_URLS, RequestDecoder
+from control_plane.server import xds
+from control_plane.server.discovery_request import TYPE_URLS, RequestDecoder, decode
 from control_plane.server.xds import DiscoveryResponse, Snapshot
 
 POLICIES = """
@@ -191,3 +192,24 @@ def test_what_does_not_exist_is_not_found_and_the_reason_names_what_exists(kind:
 def test_unknown_fields_of_later_envoys_are_ignored() -> None:
     body = b'{"node":{"metadata":{"role":"render","new":{}},"extensions":[{}]},"new_field":{"a":[1]}}'
     assert discover("extension_configs", body).state == "found"
+
+
+@pytest.mark.parametrize("type_name", ["listeners", "clusters", "extension_configs"])
+def test_a_client_with_a_new_address_per_poll_costs_no_rendering_each(
+    type_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendered: list[object] = []
+    render = xds._render
+    monkeypatch.setattr(xds, "_render", lambda key, policy: rendered.append(key) or render(key, policy))
+    monkeypatch.setattr(xds, "RENDERINGS_PER_SECOND", 0)
+    snapshot = Snapshot(parse_policies("default: 1"))
+    known = decode(type_name, request()).client
+    version = snapshot.current(known).version
+    rendered.clear()
+    states = []
+    for port in range(1, 201):
+        poll = request(listen=port, report_header=f"x-{port}")
+        states.append(snapshot.current(decode(type_name, poll).client).state)
+    assert len(rendered) == states.count("found") <= xds.RENDERINGS_AT_ONCE
+    assert states[-1] == "busy"
+    assert snapshot.respond(known, version).state == "not_modified"

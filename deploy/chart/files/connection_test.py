@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import pathlib
 import ssl
 import sys
 import urllib.error
@@ -12,7 +13,10 @@ import urllib.request
 def ask(url, body=None, context=None):
     """Return the parsed response to a GET, or to a POST of `body` as JSON."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"content-type": "application/json"})
+    headers = {"content-type": "application/json"}
+    if "TOKEN_FILE" in os.environ:
+        headers["authorization"] = f"Bearer {pathlib.Path(os.environ['TOKEN_FILE']).read_text().strip()}"
+    request = urllib.request.Request(url, data, headers)
     with urllib.request.urlopen(request, timeout=10, context=context) as response:
         text = response.read()
     try:

@@ -64,10 +64,18 @@ seccompProfile:
   type: RuntimeDefault
 {{- end -}}
 
+{{/* The audience of the tokens that sidecars present. Another installation in the cluster does not accept them. */}}
+{{- define "vllm-priority.tokenAudience" -}}
+{{ include "vllm-priority.fullname" . }}.{{ .Release.Namespace }}
+{{- end -}}
+
 {{/* The options of the injector. Sidecars get their policy from the chart's Service. */}}
 {{- define "vllm-priority.injectorArguments" -}}
 - --control-plane=https://{{ include "vllm-priority.fullname" . }}.{{ .Release.Namespace }}.svc:443
 - --control-plane-ca=/etc/vllm-priority-tls/ca.crt
+{{- if .Values.sidecar.tokens }}
+- --token-audience={{ include "vllm-priority.tokenAudience" . }}
+{{- end }}
 - --own-namespace={{ .Release.Namespace }}
 - --kubernetes-version={{ .Capabilities.KubeVersion.Version }}
 {{- with .Values.sidecar }}
@@ -83,6 +91,9 @@ seccompProfile:
 - --sidecar-concurrency={{ .concurrency }}
 - --sidecar-uid={{ if .runAsUser }}{{ int64 .runAsUser }}{{ else }}none{{ end }}
 - --native={{ .native }}
+{{- range .forbiddenAnnotations }}
+- --forbid-annotation={{ . }}
+{{- end }}
 - --drain-seconds={{ .drainSeconds }}
 - {{ printf "--sidecar-listen-host=%s" .listenHost | quote }}
 - --on-injection-failure={{ .onInjectionFailure }}
@@ -98,7 +109,7 @@ seccompProfile:
 
 {{/* "true" if the control plane uses the Kubernetes API, otherwise empty. */}}
 {{- define "vllm-priority.usesApi" -}}
-{{- if or .Values.readServices (and .Values.webhook.enabled .Values.writeEvents) -}}
+{{- if or .Values.readServices .Values.sidecar.tokens (and .Values.webhook.enabled .Values.writeEvents) -}}
 true
 {{- end -}}
 {{- end -}}

@@ -25,7 +25,7 @@
   {{- fail "readServicesNamespaces is set, but readServices is false. Set readServices to true, or remove the namespaces." -}}
 {{- end -}}
 {{- if and (include "vllm-priority.usesApi" .) (eq (include "vllm-priority.serviceAccount" .) "default") -}}
-  {{- fail "With writeEvents and readServices, every pod of the namespace would get the same permissions, because the service account is default. Set serviceAccount.create to true, set serviceAccount.name, or set both values to false." -}}
+  {{- fail "With sidecar.tokens, writeEvents and readServices, every pod of the namespace would get the same permissions, because the service account is default. Set serviceAccount.create to true, set serviceAccount.name, or set all three to false." -}}
 {{- end -}}
 {{- if and (eq .Values.sidecar.numericServices "redirect") (not .Values.readServices) -}}
   {{- fail "sidecar.numericServices is redirect, but the control plane knows the ports of Services only with readServices. Set readServices to true, or set numericServices to warn." -}}
