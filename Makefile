@@ -96,7 +96,7 @@ envoy-config: setup ## Write build/envoy for deploy/compose, checked by Envoy (P
 	@mkdir -p build/envoy
 	@port=8000; for role in render engine; do \
 		$(BIN)/vllm-priority config --role $$role --target bootstrap --check --policy $(or $(POLICY),/dev/null) \
-			--upstream $$role:$$port --control-plane control-plane:8080 --health 0.0.0.0:$$((port + 11002)) \
+			--upstream $$role:$$port --control-plane http://control-plane:8080 --health 0.0.0.0:$$((port + 11002)) \
 			-o build/envoy/$$role.yaml || exit $$?; \
 		echo "build/envoy/$$role.yaml"; port=$$((port + 1)); \
 	done

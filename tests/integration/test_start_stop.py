@@ -501,14 +501,14 @@ def test_it_says_once_that_the_control_plane_is_away_and_once_that_it_is_back(
     start: Start, upstream: RecordingUpstream
 ) -> None:
     away = free_address()
-    running = start(upstream.address, "--control-plane", str(away))
+    running = start(upstream.address, "--control-plane", f"http://{away}")
     running.said(f"the control plane {away} does not answer; the sidecar keeps its last policy")
     time.sleep(11)  # two more polls
     control_plane = RecordingUpstream(away.host, away.port)
     control_plane.handler = not_modified
     said = running.said(f"the control plane {away} answers again")
     control_plane.stop()
-    assert len(said.splitlines()) == 3, "nothing else, from Envoy or from `run`"
+    assert len(said.splitlines()) == 4, "nothing but the warning of plain HTTP, from Envoy or from `run`"
 
 
 def test_an_envoy_without_run_logs_once_that_the_control_plane_is_away_and_once_that_it_is_back(
