@@ -795,6 +795,15 @@ def test_the_configuration_survives_kubernetes_argument_expansion() -> None:
     assert "x-$$-$pod_name-p" in json.dumps(config_of(pod))
 
 
+def test_a_pod_has_the_lua_once() -> None:
+    """Each copy of a pod carries it: in etcd, in watches, in the output of `kubectl get`."""
+    pod = make_pod()
+    injected = change(pod, replace(SETTINGS, control_plane=Address("vllm-priority.vllm-priority.svc", 8080))).pod
+    added = len(encode_json(injected)) - len(encode_json(pod))
+    assert added < 80_000, f"the sidecar's part of a pod has {added} bytes"
+    assert json.dumps(injected).count("local json_scan = (function") == 1
+
+
 def test_the_configuration_is_the_bootstrap_of_this_policy_and_these_labels() -> None:
     for tier in ("batch", "none", "batch"):
         pod = change(make_pod(labels={"tier": tier}, asked={"role": "engine"})).pod
