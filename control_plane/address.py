@@ -30,7 +30,9 @@ class Address:
         address = cls(host, int(port)) if re.fullmatch(r"[0-9]{1,5}", port) else None
         named = (":" in host) == bracketed and (re.fullmatch(_HOST_NAME, host) or (address and address.is_ip))
         if not named or address is None or not 0 < address.port < 65536:
-            raise BadInput(f"{what}: {text!r} is no address; allowed: HOST:PORT, such as 127.0.0.1:8000 or [::1]:8000")
+            raise BadInput(
+                f"{what}: {text!r} is not a valid address. Use HOST:PORT, for example 127.0.0.1:8000 or [::1]:8000."
+            )
         return address
 
     @property

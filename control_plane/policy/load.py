@@ -14,22 +14,25 @@ from control_plane.policy.model import NamedPolicy, Policies, Policy
 MAX_FILE_BYTES = 1024 * 1024
 """What a ConfigMap holds at most, and far more than a policy needs."""
 
+_USE_A_FILE = "Use the path of a policy in YAML, for example policy.yaml."
+_USE_KEYS = "Use a mapping of a policy's keys, for example default: 5."
+
 
 def load_policies(path: Path | str) -> Policies:
-    """Policies of a YAML file. PolicyError where it cannot be read or is wrong."""
+    """Policies of a YAML file. PolicyError if it cannot be read or is wrong."""
     try:
         with Path(path).open("rb") as file:
             read = file.read(MAX_FILE_BYTES + 1)
         text = read.decode("utf-8")
     except FileNotFoundError:
-        raise PolicyError(f"{path}: no such file; allowed: the path of a policy in YAML") from None
+        raise PolicyError(f"{path}: there is no such file. {_USE_A_FILE}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise PolicyError(f"{path}: cannot be read: {reason}; allowed: the path of a policy in YAML") from None
+        raise PolicyError(f"{path}: cannot be read: {reason}. {_USE_A_FILE}") from None
     except ValueError:  # a NUL, which no path has
-        raise PolicyError(f"{shown(str(path))}: no path; allowed: the path of a policy in YAML") from None
+        raise PolicyError(f"{shown(str(path))}: not a valid path. {_USE_A_FILE}") from None
     if len(read) > MAX_FILE_BYTES:
-        raise PolicyError(f"{path}: is too large; allowed: at most {MAX_FILE_BYTES} bytes")
+        raise PolicyError(f"{path}: larger than {MAX_FILE_BYTES} bytes. Use a smaller policy.")
     return parse_policies(text, str(path))
 
 
@@ -41,44 +44,41 @@ def parse_policies(text: str, source: str = "policy") -> Policies:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}, column {mark.column + 1}:" if mark else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "cannot be read"
-        raise PolicyError(f"{source}: not YAML:{where} {one_line(problem)}") from None
+        raise PolicyError(f"{source}: not valid YAML:{where} {one_line(problem)}.") from None
     except RecursionError:
-        raise PolicyError(f"{source}: nested too deeply; allowed: a policy, as in the README") from None
+        raise PolicyError(f"{source}: nested too deeply. {_USE_KEYS}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         # A date or number that YAML recognises and Python refuses, or a tag on what it does not fit, as in `!!int ""`.
         reason = f": {one_line(str(error))}" if isinstance(error, ValueError) else ", or does not fit its tag"
-        raise PolicyError(f"{source}: not YAML: a value cannot be read{reason}") from None
+        raise PolicyError(f"{source}: not valid YAML: a value cannot be read{reason}.") from None
     if document is None:
         document = {}
     if not isinstance(document, dict):
-        wanted = "a mapping of keys is wanted; allowed: a policy, as in the README"
-        raise PolicyError(f"{source}: {shown(document)} stands where {wanted}")
+        raise PolicyError(f"{source}: {shown(document)} is not a valid policy. {_USE_KEYS}")
     top = {key: value for key, value in document.items() if key != "policies"}
     entries = document.get("policies")
     entries = [] if entries is None else entries
     default = _validate(Policy, top, source)
     if not isinstance(entries, list):
-        raise PolicyError(f"{source}: policies: {shown(entries)} is not allowed; allowed: a list of named policies")
+        raise PolicyError(f"{source}: policies: {shown(entries)} is not valid. Use a list of named policies.")
     named = []
     for index, entry in enumerate(entries):
         path = f"policies[{index}]"
         if not isinstance(entry, dict):
-            raise PolicyError(f"{source}: {path}: {shown(entry)} is not allowed; allowed: name, selector, policy")
+            raise PolicyError(f"{source}: {path}: {shown(entry)} is not valid. Use the keys name, selector and policy.")
         own = entry.get("policy")
         own = {} if own is None else own
         if not isinstance(own, dict):
-            raise PolicyError(
-                f"{source}: {path}.policy: {shown(own)} is not allowed; allowed: a mapping of policy keys"
-            )
+            raise PolicyError(f"{source}: {path}.policy: {shown(own)} is not valid. {_USE_KEYS}")
         policy = _validate(Policy, {**top, **own}, source, f"{path}.policy.")
         named.append(_validate(NamedPolicy, {**entry, "policy": policy}, source, f"{path}."))
     return _validate(Policies, {"default": default, "named": named}, source)
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """Safe YAML that refuses a repeated key, which YAML forbids and PyYAML lets pass.
+    """Safe YAML that rejects a repeated key, which YAML forbids and PyYAML accepts.
 
-    A merge key is refused too: a few lines of them grow to more mappings than any machine holds.
+    A merge key is rejected too: a few lines of them grow to more mappings than any machine holds.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -88,7 +88,7 @@ class _StrictLoader(yaml.SafeLoader):
                 raise yaml.constructor.ConstructorError(
                     None,
                     None,
-                    "the merge key << is not allowed; allowed: keys that are written out",
+                    "the merge key << is not supported. Write the keys out",
                     key_node.start_mark,
                 )
             key = self.construct_object(key_node, deep=True)
@@ -96,7 +96,7 @@ class _StrictLoader(yaml.SafeLoader):
                 continue
             if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {shown(key)} is there twice", key_node.start_mark
+                    None, None, f"the key {shown(key)} appears twice", key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)

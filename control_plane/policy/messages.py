@@ -25,31 +25,32 @@ def problems(
         whole: what the document is called where it is wrong as a whole.
 
     Returns:
-        `key.path: what is wrong; allowed: what is allowed`, joined by semicolons.
+        `key.path: 'x' is not valid. Use ...` for each problem, as sentences.
     """
     found: list[str] = []
     wrong: dict[str, str] = {}
-    allowed: dict[str, list[str]] = {}
+    uses: dict[str, list[str]] = {}
     for item in error.errors():
         kind, context = item["type"], item.get("ctx", {})
         path = _key_path(item["loc"], prefix, whole)
         if kind == "value_error":
-            found.append(prefix + str(context["error"]))
+            found.append(f"{prefix}{context['error']}")
         elif kind in {"extra_forbidden", "invalid_key"}:
             if kind == "invalid_key":  # The key is not a string, so pydantic's path for it looks like a list index.
                 path = _key_path(item["loc"][:-1], prefix, whole, end=shown(item["input"]))
-            found.append(f"{path}: unknown key; allowed: {', '.join(_keys_at(model, item['loc'][:-1], extra_keys))}")
+            known = ", ".join(_keys_at(model, item["loc"][:-1], extra_keys))
+            found.append(f"{path}: this key is unknown. It must be one of: {known}.")
         elif kind == "missing":
-            found.append(f"{path}: is missing")
+            found.append(f"{path}: this key is required.")
         else:
             wrong[path] = shown(item["input"])
-            allowed.setdefault(path, []).append(_allowed(kind, context, item["msg"]))
+            uses.setdefault(path, []).append(_use(kind, context, item["msg"]))
     # If an item of a list is wrong, pydantic also reports that the list is not the union's other member: drop that.
     wrong = {path: value for path, value in wrong.items() if not any(other.startswith(f"{path}[") for other in wrong)}
-    found += [f"{path}: {wrong[path]} is not allowed; allowed: {' or '.join(allowed[path])}" for path in wrong]
+    found += [f"{path}: {wrong[path]} is not valid. Use {' or '.join(uses[path])}." for path in wrong]
     if len(found) > _MOST_PROBLEMS:
-        found[_MOST_PROBLEMS:] = [f"and {len(found) - _MOST_PROBLEMS} more"]
-    return "; ".join(found)
+        found[_MOST_PROBLEMS:] = [f"There are {len(found) - _MOST_PROBLEMS} more problems."]
+    return " ".join(found)
 
 
 # The most problems that one message names. A file with more of them is most likely not a policy at all.
@@ -89,8 +90,8 @@ def _keys_at(model: type[BaseModel], location: tuple[Any, ...], extra_keys: Sequ
 _KINDS = {
     "bool_type": "true or false",
     "int_type": "an integer",
-    "string_type": "a text",
-    "string_unicode": "a text",
+    "string_type": "a string",
+    "string_unicode": "a string",
     "dict_type": "a mapping",
     "mapping_type": "a mapping",
     "model_type": "a mapping",
@@ -101,27 +102,30 @@ _KINDS = {
 _PATTERNS = {
     r"^[\x20": "printable ASCII characters",
     r"^[\x21": "printable ASCII characters without spaces",
-    "^(/": "a path that starts with / and does not end with /, such as /llm",
-    "^/": "a path that starts with / and has no query, % or blank",
-    "^[A": "a name of at most 63 letters, digits and . _ - that starts with a letter",
-    "^[a-z0-9!": "a header's name",
-    "^[a-z0-9](": "a name of at most 63 lower-case letters, digits and - that starts and ends with no -",
+    "^(/": "a path that starts with / and does not end with /, for example /llm",
+    "^/": "a path that starts with / and has no query, % or space, for example /v1/score",
+    "^[A": "a name of at most 63 letters, digits and . _ - that starts with a letter, for example batch",
+    "^[a-z0-9!": "a header name, for example x-priority",
+    "^[a-z0-9](": "a name of at most 63 lower-case letters, digits and -, with a letter or digit at both ends, for"
+    " example night",
 }
 
 
-def _allowed(kind: str, context: Mapping[str, Any], message: str) -> str:
+def _use(kind: str, context: Mapping[str, Any], message: str) -> str:
     if kind == "literal_error":
         return str(context["expected"])
     if kind in {"greater_than_equal", "less_than_equal"}:
         return f"{'at least' if kind.startswith('greater') else 'at most'} {context.get('ge', context.get('le'))}"
     if kind == "string_pattern_mismatch":
         pattern = str(context["pattern"])
-        return next((text for start, text in _PATTERNS.items() if pattern.startswith(start)), message)
+        return next(
+            (text for start, text in _PATTERNS.items() if pattern.startswith(start)), f"another text ({message})"
+        )
     if kind == "too_short":
         return f"at least {context['min_length']}"
     if kind in {"string_too_long", "too_long"}:
         return f"at most {context['max_length']} characters"
-    return _KINDS.get(kind, message)
+    return _KINDS.get(kind, f"another value ({message})")
 
 
 # The depth is bounded too: YAML aliases allow a few lines to stand for a value that would not fit into memory.

@@ -132,18 +132,22 @@ class Policy(PolicyModel):
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> Self:
-        """Refuse values that are fine alone and not together. Each message starts with its key's path."""
+        """Reject values that are valid alone and not together. Each message starts with its key's path."""
         bounds = self.range
         if bounds.min is not None and bounds.max is not None and bounds.min > bounds.max:
-            raise ValueError(f"range.min: {bounds.min} is above range.max {bounds.max}; allowed: min <= max")
+            raise ValueError(
+                f"range.min: {bounds.min} is greater than range.max, which is {bounds.max}. Use a smaller value."
+            )
         if bounds.outside == "clamp" and bounds.min is None and bounds.max is None:
-            raise ValueError("range.outside: clamp needs range.min or range.max to clamp to")
+            raise ValueError("range.outside: 'clamp' needs a bound. Set range.min or range.max.")
         named = [("header", self.header), ("report_header", self.report_header)]
         for key, name in [*named, *([("tenants.header", self.tenants.header)] if self.tenants else [])]:
             if name in RESERVED_HEADERS or (name or "").startswith("x-envoy-"):
-                raise ValueError(f"{key}: {name!r} has a meaning in HTTP or Envoy; allowed: a name of its own")
+                raise ValueError(
+                    f"{key}: {name!r} has a meaning in HTTP or Envoy. Use another name, for example x-priority."
+                )
         if self.header == self.report_header:
-            raise ValueError(f"report_header: {self.header!r} is the request header; allowed: another name, or null")
+            raise ValueError(f"report_header: {self.header!r} is the request header. Use another name, or null.")
         self._check_values()
         self._check_rules()
         for path in self.routes.extra:
@@ -152,7 +156,7 @@ class Policy(PolicyModel):
                     prefix = path.removesuffix(known)
                     raise ValueError(
                         f"routes.extra: {path} is vLLM's {known} below {prefix}, and would be edited as another route. "
-                        f"Use routes.root_path: {prefix}"
+                        f"Set routes.root_path to {prefix}."
                     )
         for key, paths in (
             ("render", self.routes.for_role("render")),
@@ -163,24 +167,24 @@ class Policy(PolicyModel):
                     continue
                 where = f"routes.{'extra' if path in self.routes.extra else key}"
                 if path in READS_HEADER:
-                    raise ValueError(f"{where}: vLLM reads the header on {path} itself; allowed: routes that ignore it")
-                raise ValueError(f"{where}: vLLM answers 400 to a priority on {path}; allowed: routes that take it")
+                    raise ValueError(f"{where}: vLLM reads the header on {path} itself. Remove this route.")
+                raise ValueError(f"{where}: vLLM rejects a priority in the body of {path}. Remove this route.")
         return self
 
     def _check_values(self) -> None:
-        """Refuse classes and a default that the range does not let through."""
+        """Reject classes and a default that are outside the range."""
         bounds = self.range
         for name, value in self.classes.items():
             if not bounds.contains(value):
-                raise ValueError(f"classes.{name}: {value} is outside range; allowed: a value within range")
+                raise ValueError(f"classes.{name}: {value} is outside range. Use a value within it.")
             self._check_negatable(f"classes.{name}", value)
         if isinstance(self.default, str) and self.default not in self.classes:
-            known = ", ".join(self.classes) or "none are defined"
-            raise ValueError(f"default: {self.default!r} is no class; allowed: an integer, or a class ({known})")
+            known = f"one of the classes: {', '.join(self.classes)}" if self.classes else "define this class"
+            raise ValueError(f"default: {self.default!r} is not a class. Use an integer, or {known}.")
         default = self.default_value
         if default is not None:
             if not bounds.contains(default):
-                raise ValueError(f"default: {default} is outside range; allowed: a value within range")
+                raise ValueError(f"default: {default} is outside range. Use a value within it.")
             self._check_negatable("default", default)
 
     def kinds(self, role: Role) -> dict[str, str]:
@@ -215,22 +219,22 @@ class Policy(PolicyModel):
         )
 
     def _check_rules(self) -> None:
-        """Refuse contradictions in `body`, `ordinary`, `trust` and `tenants`."""
+        """Reject contradictions in `body`, `ordinary`, `trust` and `tenants`."""
         trust, tenants = self.trust, self.tenants
         own = [tenant.range for tenant in tenants.rules.values() if tenant.range] if tenants else []
         if self.body == "clamp" and all(bounds.min is None and bounds.max is None for bounds in [self.range, *own]):
-            raise ValueError("body: clamp needs range.min or range.max to clamp to")
+            raise ValueError("body: 'clamp' needs a bound. Set range.min or range.max.")
         if self.engine == "sglang":
             if self.ordinary == "enforce":
-                raise ValueError("ordinary: 'enforce' is for vLLM, whose routes read the header. Use pass with sglang")
+                raise ValueError("ordinary: 'enforce' is for vLLM, whose routes read the header. Use pass with sglang.")
             if self.default is None and (self.body == "ignore" or (trust and trust.otherwise == "drop")):
-                raise ValueError("default: with sglang, a priority that is ignored needs another value. Set a default")
+                raise ValueError("default: with sglang, a priority that is ignored needs another value. Set a default.")
         if trust:
             check_trust(trust)
         if tenants:
             for key, name in (("header", self.header), ("report_header", self.report_header)):
                 if tenants.header == name:
-                    raise ValueError(f"tenants.header: '{name}' is the policy's {key}. Use another name")
+                    raise ValueError(f"tenants.header: '{name}' is the policy's {key}. Use another name.")
             for name in tenants.rules:
                 try:
                     self.of_tenant(name)._check_values()
@@ -239,7 +243,7 @@ class Policy(PolicyModel):
 
     def _check_negatable(self, key: str, value: int) -> None:
         if self.engine == "sglang" and value == INT64_MIN:
-            raise ValueError(f"{key}: {value} cannot be negated for sglang; allowed: {INT64_MIN + 1} and up")
+            raise ValueError(f"{key}: {value} cannot be negated for sglang. Use at least {INT64_MIN + 1}.")
 
 
 class NamedPolicy(PolicyModel):
@@ -264,7 +268,7 @@ class Policies(PolicyModel):
         for entry in self.named:
             if entry.name in taken:
                 raise ValueError(
-                    f"policies: the name {entry.name!r} is taken; allowed: a name of its own for each policy"
+                    f"policies: the name {entry.name!r} is already in use. Use a different name for each policy."
                 )
             taken.add(entry.name)
         return self

@@ -20,10 +20,10 @@ def _network(key: str, text: str) -> _IPNetwork:
         network = ipaddress.ip_network(text)
     except ValueError as error:
         raise ValueError(
-            f"{key}: '{text}' is not a network ({error}). Use CIDR notation, for example 10.0.0.0/8"
+            f"{key}: '{text}' is not a network ({error}). Use CIDR notation, for example 10.0.0.0/8."
         ) from None
     if getattr(network.network_address, "ipv4_mapped", None):
-        raise ValueError(f"{key}: '{text}' is an IPv4 network in IPv6. Use IPv4, for example 10.0.0.0/8")
+        raise ValueError(f"{key}: '{text}' is an IPv4 network in IPv6. Use IPv4, for example 10.0.0.0/8.")
     return network
 
 
@@ -67,17 +67,17 @@ class Tenants(PolicyModel):
 def check_trust(trust: Trust) -> None:
     """Reject entries that can never decide anything. The message of the ValueError starts with the key's path."""
     if trust.forwarded_by and not trust.peers:
-        raise ValueError("trust.forwarded_by: has no effect without trust.peers. Name the clients' networks there")
+        raise ValueError("trust.forwarded_by: has no effect without trust.peers. Name the clients' networks there.")
     for key, networks in (("peers", trust.peers), ("forwarded_by", trust.forwarded_by)):
         parsed = [_network(f"trust.{key}[{index}]", text) for index, text in enumerate(networks)]
         for index, inner in enumerate(parsed):
             for other, outer in enumerate(parsed):
                 if index != other and _lies_within(inner, outer):
-                    raise ValueError(f"trust.{key}: {inner} lies within {outer}, so it decides nothing. Remove one")
+                    raise ValueError(f"trust.{key}: {inner} lies within {outer}, so it decides nothing. Remove one.")
     for index, identity in enumerate(trust.identities):
         for other, pattern in enumerate(trust.identities):
             if index != other and re.fullmatch(re.escape(pattern).replace(r"\*", "[^/]+"), identity):
-                raise ValueError(f"trust.identities: '{pattern}' matches '{identity}', too. Remove one")
+                raise ValueError(f"trust.identities: '{pattern}' matches '{identity}', too. Remove one.")
 
 
 def _lies_within(inner: _IPNetwork, outer: _IPNetwork) -> bool:

@@ -49,7 +49,7 @@ def _gateway_paths(policy: Policy, role: Role) -> list[list[str]]:
     paths = [path for path in policy.routes.for_role(role) if (path in to_render) == (role == "render")]
     if not 0 < len(paths) <= _MATCHES_PER_RULE * _MAX_RULES:
         most = _MATCHES_PER_RULE * _MAX_RULES
-        raise BadInput(f"routes.{role}: {len(paths)} paths for a gateway's {role} route; allowed: 1 to {most}")
+        raise BadInput(f"routes.{role}: {len(paths)} paths do not fit into a gateway's {role} route. Use 1 to {most}.")
     # What a URL has no letter for comes percent-encoded, and Gateway API takes a path only so.
     encoded = [quote(path, safe="/-._~!$&'()*+,;=:@") for path in paths]
     return [encoded[start : start + _MATCHES_PER_RULE] for start in range(0, len(encoded), _MATCHES_PER_RULE)]

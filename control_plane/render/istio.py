@@ -47,14 +47,12 @@ MAX_WAYPOINT_SCRIPT_BYTES = 65536
 def istio_waypoint(policy: Policy, placement: Placement) -> list[Resource]:
     """A TrafficExtension for the waypoint of the upstream, a Service: Istio 1.30 and later, whose own API this is.
 
-    BadInput where the upstream is no Service, or is in another namespace than the object.
+    BadInput if the upstream is not a Service, or is in another namespace than the object.
     """
     service = service_reference(placement.upstream)
     namespace = placement.attachment.namespace or service.get("namespace")
     if service.get("namespace", namespace) != namespace:
-        raise BadInput(
-            f"--namespace: {namespace} is not where the Service is; allowed: {service['namespace']}, as for the Service"
-        )
+        raise BadInput(f"--namespace: {namespace} is not the namespace of the Service. Use {service['namespace']}.")
     if policy.trust:
         raise BadInput(
             "trust: a waypoint does not see the client's connection, so it cannot decide whom to trust. Use the target "

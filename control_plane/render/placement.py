@@ -38,8 +38,10 @@ MAX_LABELS = 64
 def check_namespace(text: str, what: str) -> None:
     """BadInput names `what` was wrong, where Kubernetes takes no namespace of that name (RFC 1123's labels)."""
     if not re.fullmatch(NAME, text):
-        allowed = "1 to 63 lower-case letters, digits and -, such as vllm"
-        raise BadInput(f"{what}: {text[:60]!r} is no namespace; allowed: {allowed}")
+        raise BadInput(
+            f"{what}: {text[:60]!r} is not a valid namespace. Use 1 to 63 lower-case letters, digits and -, for example"
+            " vllm."
+        )
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,18 @@ class Attachment:
         for text in selector:
             key, equals, value = text.partition("=")
             if not equals or not re.fullmatch(LABEL, key) or not re.fullmatch(LABEL_VALUE, value):
-                raise BadInput(f"--selector: {text!r} is no label; allowed: KEY=VALUE, such as app=vllm-render")
+                raise BadInput(
+                    f"--selector: {text!r} is not a valid label. Use KEY=VALUE, for example app=vllm-render."
+                )
             if labels.setdefault(key, value) != value:
-                raise BadInput(f"--selector: {key!r} is given twice; allowed: one value for each label")
+                raise BadInput(f"--selector: {key!r} has two values. Use one value for each label.")
         if namespace is not None:
             check_namespace(namespace, "--namespace")
         gateway = cls.gateway if gateway is None else gateway
         if not re.fullmatch(rf"({NAME}/)?({NAME}\.)*{NAME}", gateway):
-            raise BadInput(f"--gateway: {gateway!r} is no Gateway; allowed: NAME or NAMESPACE/NAME")
+            raise BadInput(
+                f"--gateway: {gateway!r} is not a valid Gateway. Use NAME or NAMESPACE/NAME, for example infra/eg."
+            )
         return cls(namespace, labels, gateway)
 
 

@@ -55,5 +55,5 @@ TARGETS: Mapping[str, Target] = {
 def render(target: str, policy: Policy, placement: Placement) -> list[Resource]:
     """Render the documents of a target. BadInput for an unknown one."""
     if target not in TARGETS:
-        raise BadInput(f"target: {target!r} is unknown; allowed: {', '.join(TARGETS)}")
+        raise BadInput(f"target: {target!r} is not a valid target. It must be one of: {', '.join(TARGETS)}.")
     return TARGETS[target].documents(policy, placement)

@@ -294,7 +294,7 @@ def test_another_run_on_the_same_port_is_refused(
             "--listen: cannot listen on 192.0.2.1:18000: Cannot assign requested address",
         ),
         (1, ("--envoy", "killed"), "--version was killed by signal 9. Try again."),
-        (2, ("--policy", "/none/policy.yaml"), "/none/policy.yaml: no such file; allowed: "),
+        (2, ("--policy", "/none/policy.yaml"), "/none/policy.yaml: there is no such file. Use "),
         (2, ("--envoy", "true"), "does not answer --version like an Envoy does; next: name one with --envoy"),
     ],
 )

@@ -956,9 +956,9 @@ def test_a_patch_turns_the_old_document_into_the_new(old: Any, new: Any) -> None
         (b"\xff", "admission review: malformed JSON: "),
         (b"9" * 5000, "admission review: malformed JSON: "),
         (b"[" * 200_000, "admission review: nested too deeply"),
-        (b"{}", "AdmissionReview: apiVersion: is missing"),
-        (json.dumps(ask({"metadata": {}})).encode(), "pod: spec: is missing"),
-        (json.dumps(ask(make_pod(labels={"x": "\u00e9"}))).encode(), "pod: metadata.labels.x: '\\xe9' is not allowed"),
+        (b"{}", "AdmissionReview: apiVersion: this key is required."),
+        (json.dumps(ask({"metadata": {}})).encode(), "pod: spec: this key is required."),
+        (json.dumps(ask(make_pod(labels={"x": "\u00e9"}))).encode(), "pod: metadata.labels.x: '\\xe9' is not valid"),
     ],
 )
 def test_a_body_that_is_not_a_review_is_bad_input(body: bytes, said: str) -> None:

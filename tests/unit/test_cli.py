@@ -184,15 +184,18 @@ def no_envoy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 POLICY_FILES = [
-    ("missing.yaml", "missing.yaml: no such file; allowed: the path of a policy in YAML"),
+    ("missing.yaml", "missing.yaml: there is no such file. Use the path of a policy in YAML, for example policy.yaml."),
     ("folder", "folder: cannot be read: Is a directory"),
     ("latin.yaml", "latin.yaml: cannot be read: not UTF-8 text"),
-    ("broken.yaml", "broken.yaml: not YAML: line 1, column 11: expected the node content"),
-    ("list.yaml", "list.yaml: [{'default': 1}] stands where a mapping of keys is wanted; allowed: a policy, as in the"),
-    ("unknown.yaml", "unknown.yaml: defualt: unknown key; allowed: header, engine, "),
-    ("contradiction.yaml", "contradiction.yaml: range.min: 2 is above range.max 1; allowed: min <= max"),
-    ("new\nline.yaml", "new\\nline.yaml: no such file"),
-    ("\x1b[2J", "\\x1b[2J: no such file"),
+    ("broken.yaml", "broken.yaml: not valid YAML: line 1, column 11: expected the node content"),
+    ("list.yaml", "list.yaml: [{'default': 1}] is not a valid policy. Use a mapping of a policy's keys"),
+    ("unknown.yaml", "unknown.yaml: defualt: this key is unknown. It must be one of: header, engine, "),
+    (
+        "contradiction.yaml",
+        "contradiction.yaml: range.min: 2 is greater than range.max, which is 1. Use a smaller value.",
+    ),
+    ("new\nline.yaml", "new\\nline.yaml: there is no such file"),
+    ("\x1b[2J", "\\x1b[2J: there is no such file"),
 ]
 
 # Each takes a policy file as its last word.
@@ -220,7 +223,7 @@ EXPLAIN = ["explain", "--path", "/inference/v1/generate"]
 INJECT = ["inject", "-f", "ok.yaml"]
 SERVE = ["serve", "--policy", "ok.yaml", "--listen", "127.0.0.1:1"]
 NOT_A_URL = "is not a valid URL. Use https://HOST:PORT together with --control-plane-ca, for example https://"
-ADDRESS = "is no address; allowed: HOST:PORT, such as 127.0.0.1:8000 or [::1]:8000"
+ADDRESS = "is not a valid address. Use HOST:PORT, for example 127.0.0.1:8000 or [::1]:8000."
 URL = "is not a valid server URL. Use the root URL of a server, for example http://127.0.0.1:8000."
 
 
@@ -341,11 +344,11 @@ URL = "is not a valid server URL. Use the root URL of a server, for example http
         ),
         (
             ["config", "--role", "render", "--target", "istio", "--selector", "x"],
-            "--selector: 'x' is no label; allowed: KEY=VALUE",
+            "--selector: 'x' is not a valid label. Use KEY=VALUE",
         ),
         (
             ["config", "--role", "render", "--target", "envoy-gateway", "--upstream", "127.0.0.1:8000"],
-            "--upstream: 127.0.0.1:8000 is no Service; allowed: NAME:PORT or NAME.NAMESPACE:PORT",
+            "--upstream: 127.0.0.1:8000 is not a valid Service. Use NAME:PORT or NAME.NAMESPACE:PORT",
         ),
         # run
         (["run"], "vllm-priority run: Missing option '--role'. Choose from: render, engine"),
@@ -506,7 +509,7 @@ def test_a_namespace_that_no_cluster_can_have_is_refused_by_serve(
     name: str, folder: Path, taken: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["serve", "--policy", "ok.yaml", "--listen", taken, f"--own-namespace={name}"]
-    message = f"--own-namespace: {name[:60]!r} is no namespace; allowed: 1 to 63 lower-case letters, digits and -"
+    message = f"--own-namespace: {name[:60]!r} is not a valid namespace. Use 1 to 63 lower-case letters, digits and -"
     refused(call(capsys, arguments), 2, message)
 
 
@@ -596,8 +599,8 @@ def _command(arguments: Sequence[str], folder: Path, **environment: str) -> Outc
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--policy", "missing.yaml"], "missing.yaml: no such file"),
-        (["--policy", "unknown.yaml"], "unknown.yaml: defualt: unknown key; allowed: "),
+        (["--policy", "missing.yaml"], "missing.yaml: there is no such file"),
+        (["--policy", "unknown.yaml"], "unknown.yaml: defualt: this key is unknown. It must be one of: "),
         (
             ["--policy", "ok.yaml", "--listen", "{taken}"],
             "--listen: cannot listen on {taken}: Address already in use. Use a free address of this machine.",
