@@ -88,6 +88,16 @@ class Cluster:
         parsed = json.loads(found)
         return parsed["items"] if parsed["kind"] == "List" else parsed
 
+    def warnings(self, *arguments: str, stdin: Any) -> list[str]:
+        """The warnings that kubectl prints. stdin: an object, given as JSON."""
+        (program,) = fetch(["kubectl"])
+        done = subprocess.run(
+            [program, *arguments], input=json.dumps(stdin), capture_output=True, text=True, timeout=PATIENCE
+        )
+        if done.returncode:
+            raise CommandError(done.stderr.strip())
+        return [line for line in done.stderr.splitlines() if line.startswith("Warning: ")]
+
     def dry_run(self, thing: Mapping[str, Any], namespace: str) -> Any:
         """The object as the API server would have kept it, admission included."""
         return json.loads(
@@ -182,6 +192,8 @@ class ControlPlane:
         arguments = []
         for argument in self.release.deployment["spec"]["template"]["spec"]["containers"][0]["args"]:
             option, _, value = argument.partition("=")
+            if option == "--write-events":
+                continue  # Here it has no service account.
             arguments.append(f"{option}={places.get(option, value)}" if value else argument)
         command = [str(Path(sys.executable).parent / "vllm-priority"), *arguments]
         self.process = subprocess.Popen(command, stderr=(self.folder / "log").open("wb"))

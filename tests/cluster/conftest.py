@@ -66,7 +66,8 @@ def release(cluster: Cluster, ports: tuple[int, int]) -> Iterator[Release]:
     yield found
     # The webhook first, whatever became of the rest: nobody's pods must wait for a control plane that is gone.
     with contextlib.suppress(CommandError):
-        cluster.kubectl("delete", "mutatingwebhookconfiguration", name, "--ignore-not-found")
+        kinds = "mutatingwebhookconfiguration,validatingwebhookconfiguration"
+        cluster.kubectl("delete", kinds, name, "--ignore-not-found")
         found.uninstall()
     cluster.kubectl("delete", "namespace", found.namespace, "--ignore-not-found", "--wait=false")
 

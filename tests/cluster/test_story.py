@@ -2,13 +2,18 @@
 
 import copy
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cryptography import x509
 
+from control_plane.injector.annotations import MODES
 from control_plane.policy.load import parse_policies
-from tests.cluster.cluster import Cluster, CommandError, ControlPlane, Release, eventually, run
+from tests.cluster.cluster import PATIENCE, Cluster, CommandError, ControlPlane, Release, eventually, run
+from tests.cluster.rollout import client, served
 
 POD: dict[str, Any] = {
     "apiVersion": "v1",
@@ -36,8 +41,8 @@ def pod(name: str, **labels: str) -> dict[str, Any]:
 
 
 def deployment(name: str) -> dict[str, Any]:
-    template = {"metadata": {"labels": POD["metadata"]["labels"]}, "spec": POD["spec"]}
-    selector = {"matchLabels": {"app": "vllm"}}
+    template = {"metadata": {"labels": {**POD["metadata"]["labels"], "app": name}}, "spec": POD["spec"]}
+    selector = {"matchLabels": {"app": name}}
     spec = {"replicas": 2, "selector": selector, "template": template}
     return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": name}, "spec": spec}
 
@@ -128,7 +133,7 @@ def test_an_update_changes_nothing(cluster: Cluster, apps: str) -> None:
 def test_a_pod_that_cannot_have_one_is_refused_with_the_reason(cluster: Cluster, apps: str) -> None:
     impossible = copy.deepcopy(POD)
     impossible["metadata"]["annotations"] = {"vllm-priority.io/policy": "nobody"}
-    with pytest.raises(CommandError, match="'nobody' is no policy here"):
+    with pytest.raises(CommandError, match="there is no policy 'nobody'"):
         cluster.dry_run(impossible, apps)
 
 
@@ -185,6 +190,122 @@ def test_a_contradiction_is_refused_and_the_release_stays(release: Release) -> N
     assert release.webhook["failurePolicy"] == "Ignore"
 
 
+def test_a_key_that_is_left_out_of_the_policy_is_taken_back(release: Release) -> None:
+    release.upgrade(policy=json.dumps({"default": 3}))
+    policy = parse_policies(release.policy).default
+    assert (policy.default_value, policy.classes) == (3, {})
+
+
+def test_kubectl_apply_of_a_workload_prints_the_warnings_of_its_pods(cluster: Cluster, apps: str) -> None:
+    if cluster.version < (1, 28):
+        cluster.unchecked.append("warnings for a workload without the label itself: the cluster is older than 1.28")
+    workload = deployment("warned")
+    workload["metadata"]["labels"] = POD["metadata"]["labels"]
+    for arguments in (("apply",), ("apply", "--dry-run=server")):
+        warnings = cluster.warnings(*arguments, "-n", apps, "-f", "-", stdin=workload)
+        assert any("Deployment/warned: container 'vllm' is taken for a render server" in line for line in warnings)
+    if cluster.version >= (1, 28):
+        assert cluster.warnings("apply", "-n", apps, "-f", "-", stdin=deployment("warned-by-template"))
+
+
+def test_a_workload_without_the_label_gets_no_warning(cluster: Cluster, apps: str) -> None:
+    workload = deployment("plain")
+    workload["spec"]["template"]["metadata"]["labels"] = {"app": "plain"}
+    warnings = cluster.warnings("apply", "-n", apps, "-f", "-", stdin=workload)
+    assert not [line for line in warnings if "vllm" in line]
+
+
+def test_the_pods_of_a_controller_say_what_was_done_and_warned_of(cluster: Cluster, apps: str) -> None:
+    def statuses() -> list[str]:
+        found = cluster.get("pods", "-n", apps, "-l", "app=vllm")
+        annotations = [pod["metadata"].get("annotations", {}) for pod in found]
+        return [text for each in annotations if (text := each.get("vllm-priority.io/status"))]
+
+    for status in eventually("the pods have the annotation", statuses):
+        assert status.startswith("injected: mode ")
+        assert "RoleGuessed: " in status
+
+
+def test_an_event_of_the_owner_says_what_was_warned_of(cluster: Cluster, apps: str) -> None:
+    if not cluster.runs_pods:
+        cluster.unchecked.append("Events: the control plane ran outside the cluster, without a service account")
+        pytest.skip("the control plane has no service account")
+
+    def events() -> Any:
+        return cluster.get("events", "-n", apps, "--field-selector", "reason=RoleGuessed,source=vllm-priority")
+
+    found = eventually("the Event is there", events)
+    owner = found[0]["involvedObject"]
+    assert owner["kind"] == "ReplicaSet"
+    assert "RoleGuessed" in cluster.kubectl("describe", "replicaset", owner["name"], "-n", apps)
+
+
+def test_the_doctor_finds_the_service_that_bypasses_the_sidecars(cluster: Cluster, apps: str) -> None:
+    by_number = {"selector": {"app": "takeover"}, "ports": [{"port": 80, "targetPort": 8000}]}
+    by_name = {"selector": {"app": "takeover"}, "ports": [{"port": 80, "targetPort": "http"}]}
+    for name, spec in (("by-number", by_number), ("by-name", by_name)):
+        service = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": name}, "spec": spec}
+        cluster.kubectl("apply", "-n", apps, "-f", "-", stdin=service)
+    target = copy.deepcopy(POD)
+    target["metadata"] = {
+        "name": "takeover",
+        "labels": {**POD["metadata"]["labels"], "app": "takeover"},
+        "annotations": {"vllm-priority.io/mode": "takeover"},
+    }
+    cluster.kubectl("apply", "-n", apps, "-f", "-", stdin=target)
+    status, report = doctor(apps)
+    verdicts = {f["name"]: f["verdict"] for f in report["findings"] if f["kind"] == "Service"}
+    assert (status, verdicts) == (1, {"by-number": "lost", "by-name": "ok"})
+
+
+def doctor(namespace: str) -> tuple[int, Any]:
+    """The exit status and the report of the doctor, with the kubeconfig of the tests."""
+    command = [str(Path(sys.executable).parent / "vllm-priority"), "doctor", "--kubernetes", "--json"]
+    done = subprocess.run([*command, "--namespace", namespace], capture_output=True, text=True, timeout=120)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(("mode", "target_port"), [("takeover", "http"), ("swap", 8000)])
+def test_a_rollout_restart_under_load_loses_no_request(
+    cluster: Cluster, apps: str, mode: str, target_port: int | str
+) -> None:
+    if not cluster.runs_pods:
+        cluster.unchecked.append(f"a rollout restart under load, in mode {mode}: no pod runs here")
+        pytest.skip("no node")
+    if mode not in MODES:
+        pytest.skip(f"there is no mode {mode}")
+    assert cluster.image is not None
+    name, sender = f"served-{mode}", f"client-{mode}"
+    cluster.kubectl("apply", "-n", apps, "-f", "-", stdin=served(name, cluster.image, mode, target_port))
+    wait = ("rollout", "status", f"deployment/{name}", "-n", apps, f"--timeout={PATIENCE:g}s")
+    cluster.kubectl(*wait)
+    cluster.kubectl("apply", "-n", apps, "-f", "-", stdin=client(sender, cluster.image, name, 60))
+    log = ("logs", sender, "-n", apps)
+    eventually("the client sends", lambda: phase(cluster, sender, apps) == "Running" and cluster.kubectl(*log))
+    before = names(cluster, name, apps)
+    cluster.kubectl("rollout", "restart", f"deployment/{name}", "-n", apps)
+    cluster.kubectl(*wait)
+    eventually("the client has ended", lambda: phase(cluster, sender, apps) in ("Succeeded", "Failed"), 60 + PATIENCE)
+    result = json.loads(cluster.kubectl(*log).splitlines()[-1])
+    assert not before & names(cluster, name, apps), "each pod was replaced while the client was sending"
+    assert result["failures"] == []
+    assert result["counts"]["short"] > 500
+    assert result["counts"]["long"] > 8
+    assert list(result["reports"]) == ["-10; source=header; outcome=inserted"], "every request passed a sidecar"
+
+
+def phase(cluster: Cluster, name: str, namespace: str) -> str:
+    """The phase of a pod."""
+    return str(cluster.get("pod", name, "-n", namespace)["status"].get("phase"))
+
+
+def names(cluster: Cluster, app: str, namespace: str) -> set[str]:
+    """The names of the pods with this label that are not about to end."""
+    found = cluster.get("pods", "-n", namespace, "-l", f"app={app}")
+    return {pod["metadata"]["name"] for pod in found if not pod["metadata"].get("deletionTimestamp")}
+
+
 def test_the_chart_s_own_test_passes(cluster: Cluster, release: Release) -> None:
     if not cluster.runs_pods:
         cluster.unchecked.append("helm test: its pod has no node to run on")
@@ -213,7 +334,7 @@ def test_uninstalled_it_leaves_no_trace_and_locks_nobody_out(cluster: Cluster, r
     kinds = [
         "deployments", "replicasets", "services", "secrets", "configmaps", "serviceaccounts", "networkpolicies",
         "poddisruptionbudgets", "roles", "rolebindings", "clusterroles", "clusterrolebindings",
-        "mutatingwebhookconfigurations",
+        "mutatingwebhookconfigurations", "validatingwebhookconfigurations",
     ]  # fmt: skip
     selector = f"app.kubernetes.io/instance={release.name}"
 
