@@ -306,7 +306,12 @@ def test_no_timeout_is_shorter_than_a_long_queue(front: RunningSidecar) -> None:
         for route in routes:
             assert route["route"]["timeout"] == "0s"  # left out, it is 15 s
             assert "idle_timeout" not in route["route"] or _seconds(route["route"]["idle_timeout"]) >= 3600
-            assert "retry_policy" not in route["route"]
+
+
+def test_no_route_retries_a_request(front: RunningSidecar) -> None:
+    for manager in front.config("HttpConnectionManager"):
+        routes = [route for host in manager["route_config"]["virtual_hosts"] for route in host["routes"]]
+        assert all("retry_policy" not in route.get("route", {}) for route in routes)
 
 
 def _streaming(request: Request, connection: Connection) -> None:
