@@ -508,7 +508,7 @@ def test_it_says_once_that_the_control_plane_is_away_and_once_that_it_is_back(
     control_plane.handler = not_modified
     said = running.said(f"the control plane {away} answers again")
     control_plane.stop()
-    assert len(said.splitlines()) == 4, "nothing but the warning of plain HTTP, from Envoy or from `run`"
+    assert len(said.splitlines()) == 4, "the start, with a warning, and nothing else from Envoy or from `run`"
 
 
 def test_an_envoy_without_run_logs_once_that_the_control_plane_is_away_and_once_that_it_is_back(
@@ -549,7 +549,7 @@ def test_an_envoy_without_run_logs_once_that_the_control_plane_is_away_and_once_
         polls = len(server.requests)
         until(lambda: len(server.requests) > polls, "it polls again")
         assert events() == ["add_healthy_event", "eject_unhealthy_event", "add_healthy_event"]
-        assert "warning" not in log.read_text()
+        assert "[warning][config]" not in log.read_text()
     finally:
         process.terminate()
         process.wait(WAIT)

@@ -51,6 +51,14 @@ def test_each_service_has_its_own_network_and_restarts_and_no_vllm_server_is_pub
     assert all("ports" not in services[role] for role in ROLES)
 
 
+def test_no_vllm_server_is_in_the_network_of_the_control_plane(services: dict[str, Any]) -> None:
+    networks = {name: set(service["networks"]) for name, service in services.items()}
+    for role in ROLES:
+        assert networks[f"{role}-sidecar"] == {"polls", role}
+        assert networks[role] == {role}
+    assert networks["control-plane"] == {"polls"}
+
+
 def test_the_engine_orders_by_priority_and_serves_the_scale_out_routes(services: dict[str, Any]) -> None:
     assert {"--enable-scale-out", "--scheduling-policy=priority"} <= set(services["engine"]["command"])
 
