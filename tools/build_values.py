@@ -88,6 +88,7 @@ _TYPES: dict[str, Any] = {
     "monitoring": {
         "serviceMonitor": _BOOL,
         "podMonitor": _BOOL,
+        "alerts": _BOOL,
         "interval": {"type": "string", "pattern": "^([0-9]+(ms|s|m|h))+$"},
         "labels": _LABELS,
         "dashboard": _BOOL,

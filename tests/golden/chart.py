@@ -24,6 +24,7 @@ class Variant:
 _MONITORS = (
     "--api-versions=monitoring.coreos.com/v1/ServiceMonitor",
     "--api-versions=monitoring.coreos.com/v1/PodMonitor",
+    "--api-versions=monitoring.coreos.com/v1/PrometheusRule",
 )
 
 # --api-versions only adds to what this helm assumes of a cluster: policy/v1 is there in every variant.
@@ -59,10 +60,20 @@ VARIANTS: Mapping[str, Variant] = {
     "read-services": Variant({"readServices": True}),
     "read-services-namespaces": Variant({"readServices": True, "readServicesNamespaces": ["ml", "web"]}),
     "monitors": Variant(
-        {"monitoring": {"serviceMonitor": True, "podMonitor": True, "dashboard": True, "labels": {"team": "ml"}}},
+        {
+            "monitoring": {
+                "serviceMonitor": True,
+                "podMonitor": True,
+                "alerts": True,
+                "dashboard": True,
+                "labels": {"team": "ml"},
+            }
+        },
         _MONITORS,
     ),
-    "monitors-without-their-kinds": Variant({"monitoring": {"serviceMonitor": True, "podMonitor": True}}),
+    "monitors-without-their-kinds": Variant(
+        {"monitoring": {"serviceMonitor": True, "podMonitor": True, "alerts": True}}
+    ),
     "no-webhook": Variant({"webhook": {"enabled": False}}),
     "outside": Variant({"webhook": {"url": "https://192.0.2.7:8443/inject", "failurePolicy": "Fail"}}),
     "everything-set": Variant(

@@ -441,8 +441,10 @@ def test_newer_kinds_are_created_only_if_the_cluster_has_them(rendered: dict[str
     assert not find(rendered["oldest"], "PodDisruptionBudget")
     assert find(rendered["monitors"], "ServiceMonitor")
     assert find(rendered["monitors"], "PodMonitor")
+    rules = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())
+    assert one(rendered["monitors"], "PrometheusRule")["spec"] == rules
     missing = rendered["monitors-without-their-kinds"]
-    assert not find(missing, "ServiceMonitor") + find(missing, "PodMonitor")
+    assert not [kind for kind in ("ServiceMonitor", "PodMonitor", "PrometheusRule") if find(missing, kind)]
 
 
 def test_a_rollout_never_has_fewer_replicas_than_configured(rendered: dict[str, Objects]) -> None:
@@ -569,6 +571,7 @@ def test_the_packaged_chart_renders_the_same(tmp_path: Path) -> None:
         ({"webhook": {"failurePolicy": "Fail"}, "replicas": 1}, ["With one replica"], []),
         ({"webhook": {"enabled": False}}, ["vllm-priority inject -f"], ["kubectl patch", "injects sidecars"]),
         ({"monitoring": {"podMonitor": True}}, ["No PodMonitor was created"], ["No ServiceMonitor"]),
+        ({"monitoring": {"alerts": True}}, ["No PrometheusRule was created"], ["No PodMonitor"]),
     ],
 )
 def test_the_notes_name_the_next_steps(values: dict[str, Any], there: list[str], not_there: list[str]) -> None:
