@@ -10,6 +10,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -66,6 +67,8 @@ class ControlPlane:
             f"{setup}\nprocess.serve(ServeSettings(**{given!r}))\n"
         )
         self.process: subprocess.Popen[bytes] | None = None
+        # A pipe that nobody reads would fill with the log and stop the process.
+        self._log = tempfile.TemporaryFile()
 
     def __enter__(self) -> Self:
         self.start()
@@ -73,13 +76,14 @@ class ControlPlane:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+        self._log.close()
 
     def start(self) -> None:
-        process = subprocess.Popen([sys.executable, "-c", self._code], stderr=subprocess.PIPE)
+        process = subprocess.Popen([sys.executable, "-c", self._code], stderr=self._log)
         self.process = process
 
         def answers() -> bool:
-            assert process.poll() is None, process.stderr.read().decode()  # type: ignore[union-attr]
+            assert process.poll() is None, self._log.seek(0) or self._log.read().decode()
             with contextlib.suppress(httpx.HTTPError):
                 return self.get("/healthz").status_code == 200
             return False
@@ -90,9 +94,7 @@ class ControlPlane:
         """The exit status."""
         assert self.process is not None
         self.process.send_signal(number)
-        status = self.process.wait(WAIT)
-        self.process.stderr.close()  # type: ignore[union-attr]
-        return status
+        return self.process.wait(WAIT)
 
     def get(self, path: str) -> httpx.Response:
         return httpx.get(f"http://{self.address}{path}", timeout=WAIT, trust_env=False)
