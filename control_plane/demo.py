@@ -21,9 +21,9 @@ from control_plane.address import Address
 from control_plane.doctor import STYLES, DoctorSettings, Report, Row, examine
 from control_plane.doctor.report import SERVER_NAMES
 from control_plane.policy.model import Policy
+from control_plane.proxy import Sidecar, envoy_version
 from control_plane.render.bootstrap import bootstrap
 from control_plane.render.placement import Placement
-from control_plane.sidecar import Sidecar, envoy_version
 from control_plane.simulator import SimulatorSettings, run
 from control_plane.vllm import Role
 

@@ -11,9 +11,9 @@ import pytest
 
 from control_plane.address import Address
 from control_plane.policy.model import Policy
+from control_plane.proxy import Sidecar, find_envoy
 from control_plane.render.bootstrap import bootstrap
 from control_plane.render.placement import Placement
-from control_plane.sidecar import Sidecar, find_envoy
 from control_plane.vllm import Role
 from tests.e2e import setup_vllm
 from tests.e2e.vllm_server import VllmServer, engine_arguments, render_arguments, running

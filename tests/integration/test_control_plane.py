@@ -23,6 +23,7 @@ import pytest
 import uvicorn
 
 from control_plane.address import Address
+from control_plane.proxy import Sidecar
 from control_plane.render.bootstrap import bootstrap
 from control_plane.render.placement import Placement
 from control_plane.render.templates import Resource
@@ -30,7 +31,6 @@ from control_plane.server import xds
 from control_plane.server.app import create_app
 from control_plane.server.fast_path import MAX_BODY_BYTES
 from control_plane.server.settings import ServeSettings
-from control_plane.sidecar import Sidecar
 from tests.pem import write_pair
 
 from .sidecars import load

@@ -20,9 +20,9 @@ from hyperframe.frame import Frame, GoAwayFrame, HeadersFrame
 
 from control_plane.address import Address
 from control_plane.policy.model import Policy
+from control_plane.proxy import Sidecar
 from control_plane.render.bootstrap import bootstrap
 from control_plane.render.placement import Placement
-from control_plane.sidecar import Sidecar
 
 from .conftest import RENDER
 from .dns import NameServer

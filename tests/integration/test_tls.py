@@ -16,9 +16,9 @@ import pytest
 import uvicorn
 
 from control_plane.address import Address
+from control_plane.proxy import ControlPlaneWatch, Sidecar
 from control_plane.render.bootstrap import bootstrap
 from control_plane.render.placement import Placement
-from control_plane.sidecar import ControlPlaneWatch, Sidecar
 from control_plane.tls import ServerTrust
 from tests.pem import Authority, write_pair
 

@@ -17,8 +17,8 @@ import yaml
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from control_plane.cli import _injector as injector_settings
 from control_plane.cli import cli
+from control_plane.cli.injector import injector_settings
 from control_plane.policy.load import parse_policies
 from control_plane.server import process
 from tests.golden.chart import OWN_CA, VARIANTS

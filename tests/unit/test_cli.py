@@ -19,7 +19,8 @@ import pytest
 import yaml
 
 from control_plane import __version__
-from control_plane.cli import OPTIONS, USED_BY, cli, main
+from control_plane.cli import cli, main
+from control_plane.cli.options import OPTIONS, USED_BY
 from control_plane.render.targets import TARGETS
 from tests.pem import Authority, write_pair
 from tools.build_manifests import injected_example
@@ -180,7 +181,7 @@ def no_envoy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Neither on the PATH, nor beside Python where the wheel puts it."""
     monkeypatch.delenv("ENVOY", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr("control_plane.sidecar.sysconfig.get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr("control_plane.proxy.sysconfig.get_path", lambda name: str(tmp_path))
 
 
 POLICY_FILES = [
@@ -641,7 +642,7 @@ def test_no_message_guesses_the_article_of_what_it_names() -> None:
     """f"a {noun}" reads "a AdmissionReview" for one noun or another."""
     guesses = [
         f"{path.name}:{node.lineno}"
-        for path in sorted((Path(__file__).parents[2] / "control_plane").glob("*.py"))
+        for path in sorted((Path(__file__).parents[2] / "control_plane").rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.JoinedStr)
         for text, placed in itertools.pairwise(node.values)

@@ -1,0 +1,5 @@
+"""Runs the command line: `python -m control_plane.cli`."""
+
+from control_plane.cli.main import main
+
+main()

@@ -1,0 +1,93 @@
+"""Turns the values of options into what the core works with."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from control_plane.address import Address
+from control_plane.cli.options import USED_BY
+from control_plane.cli.terminal import complain
+from control_plane.endpoint import ControlPlaneEndpoint, UpstreamEndpoint
+from control_plane.errors import BadInput, PolicyError
+from control_plane.policy.load import load_policies
+from control_plane.policy.model import Policies, Policy
+from control_plane.render.placement import Placement
+from control_plane.render.targets import TARGETS
+from control_plane.vllm import Role
+
+
+def read_policies(path: str | None) -> Policies:
+    return Policies() if path is None else load_policies(path)
+
+
+def read_policy(path: str | None, name: str | None) -> Policy:
+    policies = read_policies(path)
+    chosen = policies.choose({}, name)
+    if chosen is None:
+        known = ", ".join(policies.by_name)
+        raise PolicyError(f"--policy-name: {path or 'the default policy'} has no policy {name!r}; allowed: {known}")
+    return chosen
+
+
+def sidecar_placement(
+    role: Role,
+    upstream: str | None,
+    listen: str | None,
+    admin: str | None,
+    target: str = "bootstrap",
+    *,
+    spread: bool = False,
+    upstream_ca: str | None = None,
+    upstream_server_name: str | None = None,
+    upstream_insecure: bool = False,
+) -> Placement:
+    default = Placement.default(role, target)
+    server = UpstreamEndpoint.parse(
+        str(default.upstream) if upstream is None else upstream, upstream_ca, upstream_server_name, upstream_insecure
+    )
+    if server.trust and "upstream_ca" not in TARGETS[target].options:
+        raise BadInput(f"--upstream: {upstream!r}: --target {target} cannot connect with TLS. Use HOST:PORT.")
+    placement = replace(
+        default,
+        listen=listen_address(listen, "--listen") if listen is not None else default.listen,
+        upstream=server.address,
+        upstream_trust=server.trust,
+        admin=listen_address(admin, "--admin") if admin is not None else default.admin,
+        spread=spread,
+    )
+    if spread and placement.upstream.is_ip:
+        raise BadInput(f"--spread: {placement.upstream} is one address. Use it with a name in --upstream.")
+    for one, other in (("listen", "upstream"), ("listen", "admin"), ("admin", "upstream")):
+        used = all(target in USED_BY[f"--{name}"] for name in (one, other))
+        if used and getattr(placement, one) == getattr(placement, other):
+            raise BadInput(f"--{one}: {getattr(placement, one)} is --{other} too; allowed: an address of its own")
+    if server.warning:
+        complain(f"vllm-priority: {server.warning}")
+    return placement
+
+
+def listen_address(text: str, what: str) -> Address:
+    """Where Envoy listens: it takes no names there."""
+    address = Address.parse(text, what)
+    if not address.is_ip:
+        raise BadInput(f"{what}: {text!r} has a name for a host; allowed: IP:PORT, such as 127.0.0.1:18000")
+    return address
+
+
+def control_plane_endpoint(url: str | None, ca: str | None) -> ControlPlaneEndpoint | None:
+    if url is None:
+        if ca is not None:
+            raise BadInput("--control-plane-ca: not used without --control-plane. Set --control-plane too.")
+        return None
+    endpoint = ControlPlaneEndpoint.parse(url, ca)
+    if endpoint.warning:
+        complain(f"vllm-priority: {endpoint.warning}")
+    return endpoint
+
+
+def absolute_token_file(token_file: str | None, control_plane: str | None) -> str | None:
+    """The token file as Envoy reads it, whatever its working folder."""
+    if token_file is None:
+        return None
+    if control_plane is None:
+        raise BadInput("--token-file: not used without --control-plane. Set --control-plane too.")
+    return str(Path(token_file).absolute())

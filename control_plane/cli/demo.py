@@ -1,0 +1,21 @@
+"""The command `demo`."""
+
+import sys
+
+import click
+
+from control_plane import proxy
+from control_plane.cli.options import example, json_option, option
+
+
+@click.command(epilog=example("vllm-priority demo"))
+@option("--envoy", metavar="FILE", help="Envoy to run. Default: $ENVOY, else the one on the PATH or in the PyPI wheel.")
+@json_option
+def demo(envoy: str | None, as_json: bool) -> None:
+    """Show the fault and its cure on this machine, with simulated vLLM servers and real sidecars.
+
+    The exit status is 0 if the servers lose the priority and the sidecars cure it.
+    """
+    from control_plane.demo import run_demo
+
+    sys.exit(run_demo(proxy.find_envoy(envoy), as_json=as_json))

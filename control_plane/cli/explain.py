@@ -1,0 +1,150 @@
+"""The command `explain`."""
+
+import ipaddress
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from control_plane.cli.arguments import read_policy
+from control_plane.cli.options import (
+    example,
+    json_option,
+    option,
+    policy_name_option,
+    policy_option,
+)
+from control_plane.errors import BadInput
+from control_plane.explain import Explanation, explain
+from control_plane.policy.model import Policy
+from control_plane.stream_handle import Client
+from control_plane.vllm import ROLES, Role
+
+# RFC 9110, 5.6.2 and 5.5: names and methods are tokens; values are bytes of Latin-1 without controls but the tab.
+_TOKEN = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
+_VALUE = r"[\t\x20-\x7e\x80-\xff]*"
+
+
+@click.command(
+    name="explain",
+    epilog=example(
+        "vllm-priority explain --path /v1/chat/completions/render -H 'X-Vllm-Priority: -10' -d '{\"messages\":[]}'\n"
+        "vllm-priority explain --path /inference/v1/generate -H 'X-Vllm-Priority: high' -d @request.json --json\n"
+        "vllm-priority explain --path /v1/chat/completions -H 'X-Vllm-Priority: 5' --policy policy.yaml --peer 10.1.2.3"
+    ),
+)
+@option("--path", required=True, metavar="PATH", help="Request target, such as /inference/v1/generate.")
+@option("-H", "--header", "headers", multiple=True, metavar="'NAME: VALUE'", help="May be given several times.")
+@option("-d", "--data", metavar="BODY|@FILE", default="{}", show_default=True, help="Request body. @-: stdin.")
+@option("-X", "--method", default="POST", show_default=True, help="Request method.")
+@option(
+    "--peer", metavar="IP", default="127.0.0.1", show_default=True,
+    help="Address that the connection comes from, for a policy with trust.",
+)  # fmt: skip
+@option("--identity", metavar="NAME", multiple=True, help="URI or DNS name in the client's verified certificate.")
+@option("--role", type=click.Choice(ROLES), default="engine", show_default=True, help="What vLLM does there.")
+@policy_option
+@policy_name_option
+@json_option
+def explain_command(
+    path: str,
+    headers: tuple[str, ...],
+    data: str,
+    method: str,
+    peer: str,
+    identity: tuple[str, ...],
+    role: Role,
+    policy: str | None,
+    policy_name: str | None,
+    as_json: bool,
+) -> None:
+    """Say what the sidecar would do to a request. It runs the sidecar's own Lua here, and sends nothing."""
+    if not re.fullmatch(r"/\S*", path) or not path.isprintable():
+        raise BadInput(f"--path: {path!r} is no request target; allowed: a path that starts with / and has no blanks")
+    if not re.fullmatch(_TOKEN, method):
+        raise BadInput(f"--method: {method!r} is no method; allowed: such as POST")
+    lines = [_header(line) for line in headers]
+    body = _body(data)
+    names = {name.lower() for name, _ in lines}
+    if "content-type" not in names:
+        lines.append(("content-type", "application/json"))
+    if not names & {"content-length", "transfer-encoding"}:
+        lines.append(("content-length", str(len(body))))
+    chosen = read_policy(policy, policy_name)
+    # In pieces, as Envoy gets it: a long body is not changed from its first byte on.
+    chunks = [body[at : at + 16384] for at in range(0, len(body), 16384)]
+    sender = _client(peer, identity)
+    found = explain(chosen, role, path, lines, chunks, method=method.upper(), client=sender)
+    if as_json:
+        click.echo(json.dumps(_explained(found)))
+    else:
+        _print_explanation(found, chosen)
+
+
+def _header(line: str) -> tuple[str, str]:
+    name, colon, value = line.partition(":")
+    if not colon or not re.fullmatch(_TOKEN, name) or not re.fullmatch(_VALUE, value):
+        raise BadInput(f"-H: {line!r} is no header; allowed: 'Name: value'")
+    return name, value.strip(" \t")
+
+
+def _client(peer: str, identities: tuple[str, ...]) -> Client:
+    try:
+        address = ipaddress.ip_address(peer)
+    except ValueError:
+        raise BadInput(f"--peer: {peer!r} is not an IP address. Use one, for example 10.1.2.3 or 2001:db8::1") from None
+    return Client(f"[{address}]:1" if address.version == 6 else f"{address}:1", identities)
+
+
+def _body(data: str) -> bytes:
+    if not data.startswith("@"):
+        return data.encode("utf-8", "surrogateescape")
+    if data == "@-":
+        return sys.stdin.buffer.read()
+    try:
+        return Path(data[1:]).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise BadInput(f"-d: {data[1:]!r}: cannot be read: {reason}; allowed: BODY or @FILE") from None
+
+
+def _explained(found: Explanation) -> dict[str, Any]:
+    return {
+        "outcome": found.outcome,
+        "priority": found.value,
+        "source": found.source,
+        "report": found.report,
+        "trusted_by": found.trusted_by,
+        "reaches_vllm": found.refusal is None,
+        "headers": list(found.headers),
+        "body": found.body.decode("utf-8", "backslashreplace"),
+        "answer": None
+        if found.refusal is None
+        else {"status": found.refusal[0], "body": found.refusal[1].decode("utf-8", "backslashreplace")},
+        "edited_answer": None if found.answer is None else found.answer.decode("utf-8", "backslashreplace"),
+    }
+
+
+def _print_explanation(found: Explanation, policy: Policy) -> None:
+    if found.outcome is None:
+        click.echo("outcome: none. No POST on a route that the policy edits: it passes untouched.")
+        return
+    click.echo(f"outcome: {found.outcome}")
+    if policy.report_header:
+        click.echo(f"answer's header: {policy.report_header}: {found.report}")
+    if found.trusted_by is not None:
+        click.echo(f"trusted by: {found.trusted_by}")
+    if found.refusal is not None:
+        click.echo(
+            f"answered by the sidecar: {found.refusal[0]} {found.refusal[1].decode('utf-8', 'backslashreplace')}"
+        )
+        return
+    click.echo("what vLLM gets:")
+    for name, value in found.headers:
+        click.echo(f"  {name}: {value}")
+    click.echo(f"  {found.body.decode('utf-8', 'backslashreplace')}")
+    if found.answer is not None:
+        click.echo(f'an answer {{"priority":0}} reaches the client as: {found.answer.decode()}')

@@ -1,0 +1,122 @@
+"""The options that several commands have, and which target uses which."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from math import isnan
+from typing import Any, TypeVar
+
+import click
+
+from control_plane.errors import BadInput
+from control_plane.render.placement import DEFAULT_REQUEST_TIMEOUT
+from control_plane.render.targets import TARGETS
+from control_plane.vllm import ROLES
+
+OPTIONS: Mapping[str, str] = {
+    "render": "--render",
+    "engine": "--engine",
+    "api_key": "--api-key",
+    "header": "--header",
+    "model": "--model",
+    "priority": "--priority",
+    "timeout": "--timeout",
+    "queue_timeout": "--queue-timeout",
+    "max_fill": "--max-fill",
+}
+"""Field of a settings object -> the option that sets it. Errors and advice from below name fields."""
+
+
+def option_of(field: str) -> str:
+    return OPTIONS.get(field, "--" + field.replace("_", "-"))
+
+
+_ALL = tuple(TARGETS)
+_FOR_EVERY_TARGET = ("role", "target", "policy", "policy_name", "output")
+_FOR_SOME_TARGETS = (
+    "spread", "upstream_server_name", "upstream_ca", "upstream_insecure", "upstream", "listen", "admin",
+    "control_plane_ca", "token_file", "control_plane", "health", "access_log",
+    "request_timeout", "memory_limit", "namespace", "selector", "gateway", "envoy", "check",
+)  # fmt: skip
+USED_BY: Mapping[str, tuple[str, ...]] = {option_of(field): _ALL for field in _FOR_EVERY_TARGET} | {
+    option_of(field): tuple(name for name, target in TARGETS.items() if field in target.options)
+    for field in _FOR_SOME_TARGETS
+}
+"""Option of `config` -> the targets that use it. With another target it would have no effect, so it is rejected."""
+
+
+def example(text: str) -> str:
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in text.strip().splitlines())
+
+
+class Option(click.Option):
+    """Says of each type in one form what was wrong and what is allowed. click's own words do not always say that."""
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        try:
+            cast = super().type_cast_value(ctx, value)
+            wrong = isinstance(cast, float) and isnan(cast)  # no bound holds it
+        except click.BadParameter:
+            wrong = True
+        if wrong:
+            value = ", ".join(value) if self.multiple else value
+            raise BadInput(f"{self.long_name}: {str(value)[:60]!r} is not allowed; allowed: {self._allowed}")
+        if cast == "" and self.metavar == "FILE":
+            raise BadInput(f"{self.long_name}: '' is no file; allowed: a path")
+        return cast
+
+    @property
+    def long_name(self) -> str:
+        return max(self.opts, key=len)
+
+    @property
+    def _allowed(self) -> str:
+        if isinstance(self.type, click.Choice):
+            return ", ".join(self.type.choices)
+        assert isinstance(self.type, (click.IntRange, click.FloatRange)), self.type
+        return f"{self.type.min} to {self.type.max}"
+
+
+option = partial(click.option, cls=Option)
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def whole_numbers(numbers: range) -> click.IntRange:
+    return click.IntRange(numbers[0], numbers[-1])
+
+
+role_option = option("--role", type=click.Choice(ROLES), required=True, help="What vLLM does there.")
+memory_limit_option = partial(option, "--memory-limit", metavar="AMOUNT")
+policy_option = option("--policy", metavar="FILE", help="Policy in YAML. Default: the built-in policy.")
+policy_name_option = option("--policy-name", metavar="NAME", help="One of the file's named policies.")
+listen_option = option("--listen", metavar="HOST:PORT", help="Where the sidecar listens. Default: as the role has it.")
+admin_option = option("--admin", metavar="HOST:PORT", help="Envoy's admin: metrics and drain. Default: loopback.")
+control_plane_option = option(
+    "--control-plane", metavar="URL",
+    help="A running `vllm-priority serve` that sends policy changes: https://HOST:PORT, or http://HOST:PORT.",
+)  # fmt: skip
+control_plane_ca_option = option(
+    "--control-plane-ca", metavar="FILE", help="CA that signed the control plane's certificate, in PEM."
+)
+token_file_option = option(
+    "--token-file", metavar="FILE", help="File whose first line is the token that polls carry. It may change."
+)
+request_timeout_option = option(
+    "--request-timeout", type=whole_numbers(range(86401)), default=DEFAULT_REQUEST_TIMEOUT, show_default=True,
+    metavar="SECONDS", help="How long a request may take to arrive. Responses are not bound by it. 0: no bound.",
+)  # fmt: skip
+spread_option = option(
+    "--spread", is_flag=True,
+    help="Send requests to every address of the upstream's name in turn, as to several servers.",
+)  # fmt: skip
+json_option = option("--json", "as_json", is_flag=True, help="Print JSON.")
+_UPSTREAM_TLS_OPTIONS = (
+    option("--upstream-ca", metavar="FILE", help="CA that signed the vLLM server's certificate, in PEM."),
+    option("--upstream-server-name", metavar="NAME", help="Name in that certificate. Default: the host in --upstream."),
+    option("--upstream-insecure", is_flag=True, help="Do not verify that certificate. Only for a server on loopback."),
+)
+
+
+def upstream_tls_options(command: Command) -> Command:
+    for decorator in reversed(_UPSTREAM_TLS_OPTIONS):
+        command = decorator(command)
+    return command
