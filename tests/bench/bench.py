@@ -5,7 +5,7 @@
     python tests/bench/bench.py --only b,c,29KB,throughput   contenders by letter, bodies and parts by name
     python tests/bench/bench.py --only c,200KB-tools,fresh   five fresh processes on one body
 
-Parts: probe (is the result right), first-byte, growth (time and memory against size), latency (at a fixed rate), fresh
+Parts: probe (is the result right), growth (time and memory against size), latency (at a fixed rate), fresh
 (by how much fresh processes of the filter differ), throughput. Writes results.json, table.md, bench.svg and bench.png
 to the output folder; see docs/performance.md.
 """
@@ -25,7 +25,7 @@ import time
 import venv
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +41,8 @@ from recorder import Client, Recorder, faults, trapped
 _HERE = Path(__file__).resolve().parent
 _ROOT = _HERE.parents[1]
 
-PARTS = ("probe", "first-byte", "growth", "latency", "fresh", "throughput")
-QUICK_PARTS = ("probe", "first-byte", "growth", "latency", "throughput")
+PARTS = ("probe", "growth", "latency", "fresh", "throughput")
+QUICK_PARTS = ("probe", "growth", "latency", "throughput")
 PRIORITY = 5
 JSON = {"content-type": "application/json"}
 WITH_HEADER = {**JSON, HEADER: str(PRIORITY)}
@@ -90,9 +90,6 @@ case depends on those traces the most.
 
 FRESH_STRETCH = {"16MB": 1.0}
 """Seconds of one round of the fresh part; 0.5 where a body is not named."""
-
-FIRST_BYTE_BODIES = ("200KB", "1MB")
-"""One that the filter holds and one that it streams."""
 
 SIZES = tuple(2**power for power in (10, 12, 14, 16, 18, 20, 22, 24, 26))
 """Body sizes of the growth part: 1 KiB to 64 MiB."""
@@ -259,7 +256,6 @@ def run(plan: Plan, options: argparse.Namespace) -> None:
     }
     parts = {
         "probe": probe,
-        "first-byte": first_byte,
         "growth": growth,
         "latency": latency,
         "fresh": fresh,
@@ -361,42 +357,6 @@ def probe(plan: Plan, bench: Bench, progress: Progress, results: dict[str, Any])
                         "status": answer.status,
                         "seconds": answer.seconds,
                     }
-            if contender.holds_body:
-                with started(contender, replace(bench, room=None), upstream.port, "room") as running:
-                    body, client = bodies.body("16MB"), Client(running.port)
-                    answer = client.post(body.route, body.data, WITH_HEADER)
-                    client.close()
-                    found[contender.letter]["at_default_limit"] = answer.status
-    return found
-
-
-def first_byte(plan: Plan, bench: Bench, progress: Progress, results: dict[str, Any]) -> dict[str, Any]:
-    """letter -> body -> milliseconds from the client's first byte to the upstream's first, and to the body's first."""
-    found: dict[str, Any] = {}
-    seconds = 0.5 if plan.quick else 2.0
-    with Recorder() as upstream:
-        for contender in plan.contenders:
-            with started(contender, bench, upstream.port, "first-byte") as running:
-                client = Client(running.port)
-                found[contender.letter] = {"sent_over_seconds": seconds, "bodies": {}}
-                for body in map(bodies.body, FIRST_BYTE_BODIES):
-                    client.post(body.route, body.data, WITH_HEADER)  # connections and the JIT are warm
-                    upstream.take(body.route)
-                    firsts, firsts_of_body = [], []
-                    for number in range(1 if plan.quick else 2):
-                        progress.say("first byte", f"{contender.name}, {body.name}, {number + 1}")
-                        answer = client.post(body.route, body.data, WITH_HEADER, over_seconds=seconds)
-                        arrived = upstream.take(body.route)
-                        if answer.status == 200 and arrived is not None and arrived.first_body_byte is not None:
-                            firsts.append((arrived.first_byte - answer.first_sent) * 1e3)
-                            firsts_of_body.append((arrived.first_body_byte - answer.first_sent) * 1e3)
-                        if not firsts_of_body or firsts_of_body[-1] > seconds * 1e3:
-                            break  # refused, or held to its end: once shows it, and would take as long again
-                    found[contender.letter]["bodies"][body.name] = {
-                        "first_ms": firsts,
-                        "first_body_ms": firsts_of_body,
-                    }
-                client.close()
     return found
 
 

@@ -139,13 +139,6 @@ def placed(config: Config, port: int, upstream: int) -> Config:
     return config
 
 
-def raise_buffer(config: Config, size: int) -> None:
-    """Let filters of `config` that hold a whole body hold one of `size` bytes; other limits stay as they are."""
-    for manager in _managers(config):
-        for host in manager.get("route_config", {}).get("virtual_hosts", []):
-            host["request_body_buffer_limit"] = size
-
-
 def load_config(named: str) -> Config:
     """A config from the command line.
 

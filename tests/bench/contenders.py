@@ -13,9 +13,6 @@ from processes import BenchError, Config, Cores, Process, free_port, start_envoy
 _HERE = Path(__file__).resolve().parent
 _TYPES = "type.googleapis.com/envoy.extensions"
 
-BUFFER_BYTES = 2**28
-"""Contenders that hold the whole body get room for it; within the sidecar's own limits they answer 413 to more."""
-
 
 @dataclass(frozen=True)
 class Bench:
@@ -26,8 +23,6 @@ class Bench:
     python: Path | None
     cores: Cores
     folder: Path
-    room: int | None = BUFFER_BYTES
-    """For contenders that hold the body; None: Envoy's default."""
 
 
 @dataclass
@@ -60,26 +55,22 @@ class Contender:
     edits: bool
     start: Callable[[Bench, int, str], Running]
     """(bench, upstream's port, name of the log) -> the running contender."""
-    holds_body: bool = False
-    """It waits for the whole body, in a buffer of Envoy's whose limit is raised for it."""
     needs_python: bool = False
 
 
-def _envoy(replacement: Callable[[], list[Filter]] | None, holds_body: bool = False) -> Callable[..., Running]:
+def _envoy(replacement: Callable[[], list[Filter]] | None) -> Callable[..., Running]:
     """A contender that is the sidecar's own Envoy, with another filter in its filter's place (None: with its own)."""
 
     def start(bench: Bench, upstream: int, log: str) -> Running:
         config = bench.base if replacement is None else configs.with_filter(bench.base, replacement())
-        return _started(bench, config, upstream, log, holds_body)
+        return _started(bench, config, upstream, log)
 
     return start
 
 
-def _started(bench: Bench, config: Config, upstream: int, log: str, holds_body: bool) -> Running:
+def _started(bench: Bench, config: Config, upstream: int, log: str) -> Running:
     port = free_port()
     config = configs.placed(config, port, upstream)
-    if holds_body and bench.room is not None:
-        configs.raise_buffer(config, bench.room)
     return Running(port, [start_envoy(bench.envoy, config, log, port, bench.folder, bench.cores.proxy)])
 
 
@@ -128,7 +119,7 @@ def _ext_proc(bench: Bench, upstream: int, log: str) -> Running:
     }
     try:
         config = configs.with_filter(bench.base, [ext_proc], [cluster])
-        running = _started(bench, config, upstream, log, holds_body=True)
+        running = _started(bench, config, upstream, log)
     except BenchError:
         server.close()
         raise
@@ -160,14 +151,13 @@ CONTENDERS: tuple[Contender, ...] = (
     Contender("a", "no filter", False, _envoy(lambda: [])),
     Contender("b", "header-only Lua", False, _envoy(lambda: [configs.lua_filter(configs.HEADER_ONLY)])),
     Contender("c", "vllm-priority", True, _envoy(None)),
-    Contender("d", "Envoy transform", True, _envoy(_transform, holds_body=True), holds_body=True),
+    Contender("d", "Envoy transform", True, _envoy(_transform)),
     Contender(
         "e",
         "Lua decode/encode",
         True,
-        _envoy(lambda: [configs.lua_filter((_HERE / "decode_encode.lua").read_text())], holds_body=True),
-        holds_body=True,
+        _envoy(lambda: [configs.lua_filter((_HERE / "decode_encode.lua").read_text())]),
     ),
-    Contender("f", "ext_proc, Python", True, _ext_proc, holds_body=True, needs_python=True),
+    Contender("f", "ext_proc, Python", True, _ext_proc, needs_python=True),
     Contender("g", "FastAPI + httpx", True, _reverse_proxy, needs_python=True),
 )

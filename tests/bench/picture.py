@@ -26,7 +26,7 @@ COLOURS = {
 
 
 def main(results_file: str, folder: str) -> None:
-    """Draw what is there: throughput, time against size, memory against size, first byte."""
+    """Draw what is there: throughput, time against size, memory against size."""
     results = json.loads(Path(results_file).read_text())
     panels = [
         (part, draw)
@@ -34,7 +34,6 @@ def main(results_file: str, folder: str) -> None:
             ("throughput", _throughput),
             ("growth", _time),
             ("growth", _memory),
-            ("first-byte", _first_byte),
         )
         if results.get(part)
     ]
@@ -152,27 +151,6 @@ def _memory(axis: Any, results: dict[str, Any]) -> None:
     low, high = axis.get_ylim()
     axis.set_yticks([tick for tick in (32, 64, 128, 256, 512, 1024, 2048) if low <= tick <= high])
     axis.set_ylabel("peak resident MiB")
-
-
-def _first_byte(axis: Any, results: dict[str, Any]) -> None:
-    found = [
-        (f"{_label(results, letter)}, {body}", COLOURS[letter], entry["first_body_ms"])
-        for letter, bodies in results["first-byte"].items()
-        for body, entry in bodies["bodies"].items()
-    ][::-1]
-    least = 0.1
-    # One that was refused has no time: a bar of no length, and a word.
-    values = [statistics.median(times) if times else least for _, _, times in found]
-    axis.barh(range(len(found)), values, color=[colour for _, colour, _ in found])
-    axis.set_yticks(range(len(found)), [label for label, _, _ in found])
-    for place, (value, (_, _, times)) in enumerate(zip(values, found, strict=True)):
-        axis.text(value * 1.15, place, f"{value:,.1f} ms" if times else "refused", va="center", fontsize=8)
-    axis.set_xscale("log")
-    axis.set_xlim(least, max(10, max(values) * 8))
-    axis.xaxis.set_major_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
-    over = next(iter(results["first-byte"].values()))["sent_over_seconds"]
-    axis.set_xlabel(f"ms from the client's first byte, bodies sent over {over:g} s")
-    axis.set_title("First byte of the body at the upstream")
 
 
 def _say(axis: Any, text: str) -> None:

@@ -14,13 +14,11 @@ Number = tuple[str, str]
 
 @dataclass(frozen=True)
 class Arrived:
-    """One request as the upstream saw it; times are of time.monotonic()."""
+    """One request as the upstream saw it."""
 
     path: str
     headers: list[tuple[str, str]]
     body: bytes
-    first_byte: float
-    first_body_byte: float | None
 
 
 @dataclass(frozen=True)
@@ -30,7 +28,6 @@ class Answer:
     status: int
     body: bytes
     seconds: float
-    first_sent: float
 
 
 class Recorder:
@@ -80,11 +77,9 @@ class _Reader:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._left = bytearray()
-        self._more_at = 0.0
 
     def _more(self) -> bool:
         data = self._connection.recv(1 << 20)
-        self._more_at = time.monotonic()
         self._left += data
         return bool(data)
 
@@ -113,31 +108,23 @@ class _Reader:
             headers.append((name.lower(), value.strip()))
         return start, headers
 
-    def body(self, headers: list[tuple[str, str]]) -> tuple[bytes, float | None]:
-        """The body by its framing, and when its first byte came."""
+    def body(self, headers: list[tuple[str, str]]) -> bytes:
+        """The body by its framing."""
         fields = dict(headers)
-        first: float | None = self._more_at if self._left else None
         if fields.get("transfer-encoding") == "chunked":
             parts = []
             while size := int(self._line(), 16):
-                first = first or self._more_at
                 parts.append(self._exactly(size))
                 self._line()
             self._line()
-            return b"".join(parts), first
-        size = int(fields.get("content-length", "0"))
-        if size and first is None:
-            self._more()
-            first = self._more_at
-        return self._exactly(size), first
+            return b"".join(parts)
+        return self._exactly(int(fields.get("content-length", "0")))
 
     def request(self) -> Arrived | None:
         if not self._left and not self._more():
             return None
-        first = self._more_at
         start, headers = self.head()
-        body, first_body = self.body(headers)
-        return Arrived(start.split(" ")[1], headers, body, first, first_body)
+        return Arrived(start.split(" ")[1], headers, self.body(headers))
 
 
 class Client:
@@ -147,8 +134,8 @@ class Client:
         self._port, self._timeout = port, timeout
         self._socket: socket.socket | None = None
 
-    def post(self, path: str, body: bytes, headers: Mapping[str, str], over_seconds: float = 0) -> Answer:
-        """Send it and wait for the answer. `over_seconds`: the body goes out in 20 even pieces over that time."""
+    def post(self, path: str, body: bytes, headers: Mapping[str, str]) -> Answer:
+        """Send it and wait for the answer."""
         if self._socket is None:
             self._socket = socket.create_connection(("127.0.0.1", self._port), timeout=self._timeout)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -156,33 +143,21 @@ class Client:
         head = "\r\n".join([*lines, *(f"{name}: {value}" for name, value in headers.items()), "", ""]).encode()
         started = time.monotonic()
         try:
-            if over_seconds:
-                self._slowly(head, body, over_seconds)
-            else:
-                self._socket.sendall(head)
-                self._socket.sendall(body)
+            self._socket.sendall(head)
+            self._socket.sendall(body)
         except (BrokenPipeError, ConnectionResetError):
             pass  # refused before the end: the answer says why
         try:
             reader = _Reader(self._socket)
             start, fields = reader.head()
             status = int(start.split(" ")[1])
-            answer, _ = reader.body(fields)
+            answer = reader.body(fields)
         except (OSError, ValueError, IndexError):
             status, answer, fields = 0, b"", []
         elapsed = time.monotonic() - started
         if status != 200 or ("connection", "close") in fields:
             self.close()
-        return Answer(status, answer, elapsed, started)
-
-    def _slowly(self, head: bytes, body: bytes, seconds: float) -> None:
-        assert self._socket is not None
-        step = -(-len(body) // 20)
-        pieces = [body[at : at + step] for at in range(0, len(body), step)]
-        self._socket.sendall(head + pieces[0])
-        for piece in pieces[1:]:
-            time.sleep(seconds / (len(pieces) - 1))
-            self._socket.sendall(piece)
+        return Answer(status, answer, elapsed)
 
     def close(self) -> None:
         if self._socket is not None:
