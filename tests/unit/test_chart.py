@@ -256,6 +256,10 @@ class TestWebhook:
         labels = one(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
         assert service["spec"]["selector"].items() <= labels.items()
 
+    def test_without_it_no_events_are_written(self, rendered: dict[str, Objects]) -> None:
+        assert "--write-events" not in str(one(rendered["no-webhook"], "Deployment"))
+        assert "--write-events" in str(one(rendered["default"], "Deployment"))
+
     def test_without_it_sidecars_still_poll_over_tls(self, rendered: dict[str, Objects]) -> None:
         objects = rendered["no-webhook"]
         assert not webhook_configurations(objects)

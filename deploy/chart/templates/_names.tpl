@@ -98,7 +98,7 @@ seccompProfile:
 - {{ printf "--sidecar-listen-host=%s" .listenHost | quote }}
 - --on-injection-failure={{ .onInjectionFailure }}
 {{- end }}
-{{- if .Values.writeEvents }}
+{{- if and .Values.webhook.enabled .Values.writeEvents }}
 - --write-events
 {{- end }}
 {{- if .Values.readServices }}
