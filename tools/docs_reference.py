@@ -118,7 +118,7 @@ def _value(value: Mapping[str, Any]) -> str:
 
 def commands() -> str:
     """Return a section for each command: what it does, how it is used, its options and examples."""
-    return "\n".join(_sections(cli, click.Context(cli, info_name="vllm-priority")))
+    return "\n".join(_sections(cli, click.Context(cli, info_name="vllm-priority", **cli.context_settings)))
 
 
 def _sections(command: click.Command, context: click.Context) -> Iterator[str]:
@@ -126,7 +126,9 @@ def _sections(command: click.Command, context: click.Context) -> Iterator[str]:
         for name in command.list_commands(context):
             found = command.get_command(context, name)
             if found and not found.hidden:
-                yield from _sections(found, click.Context(found, info_name=name, parent=context))
+                yield from _sections(
+                    found, click.Context(found, info_name=name, parent=context, **found.context_settings)
+                )
         return
     yield f"## {context.command_path}\n"
     yield f"{command.help}\n"

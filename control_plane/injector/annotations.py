@@ -18,9 +18,9 @@ from control_plane.injector.resources import ResourceRequirements, parse_resourc
 from control_plane.injector.settings import is_image, not_an_image
 from control_plane.vllm import ROLES, Role
 
-Mode = Literal["takeover", "redirect", "port"]
+Mode = Literal["auto", "swap", "takeover", "redirect", "port"]
 """How traffic reaches the sidecar; traffic.py says what each mode does."""
-MODES: tuple[Mode, ...] = ("takeover", "redirect", "port")
+MODES: tuple[Mode, ...] = ("auto", "swap", "takeover", "redirect", "port")
 
 PREFIX = "vllm-priority.io/"
 """The prefix of all our labels and annotations."""
@@ -31,10 +31,11 @@ INJECT_LABEL = PREFIX + "inject"
 ROLE = PREFIX + "role"
 """`render` or `engine`. Default: follows from the vLLM container's command, with a warning."""
 UPSTREAM_PORT = PREFIX + "upstream-port"
-"""vLLM's port, from 1 to 65535. It also says which container is meant if several run vLLM. Default: the first TCP port
-that the vLLM container declares."""
+"""vLLM's port, from 1 to 65535. It also says which container is meant if several run vLLM. Default: follows from the
+vLLM container's command, its probes and its declared ports."""
 LISTEN_PORT = PREFIX + "listen-port"
-"""The sidecar's port, from 1024 to 65535. Default: 18000 (render) or 18001 (engine), or the next free port."""
+"""The sidecar's port, from 1024 to 65535. Default: in mode `swap` vLLM's port, otherwise 18000 (render) or 18001
+(engine), or the next free port."""
 IMAGE = PREFIX + "image"
 """Envoy's image, of version 1.37 or later. Default: the injector's `--sidecar-image`."""
 RESOURCES = PREFIX + "resources"
@@ -44,7 +45,7 @@ POLICY = PREFIX + "policy"
 NATIVE = PREFIX + "native"
 """`true`: a restartable init container; `false`: a plain container. Default: depends on the version of Kubernetes."""
 MODE = PREFIX + "mode"
-"""How traffic reaches the sidecar: `takeover`, `redirect` or `port`. Default: `takeover`."""
+"""How traffic reaches the sidecar: `auto`, `swap`, `takeover`, `redirect` or `port`. Default: `auto`."""
 REQUEST_ANNOTATIONS = (ROLE, UPSTREAM_PORT, LISTEN_PORT, IMAGE, RESOURCES, POLICY, NATIVE, MODE)
 """The annotations by which a pod asks for something."""
 
@@ -102,6 +103,19 @@ class InjectionRequest:
         )
 
 
+class CommandEdit(BaseModel):
+    """One change to the command line of the vLLM container."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    field: Literal["command", "args"]
+    index: int
+    """The entry of the list."""
+    now: str
+    was: str | None
+    """What `now` stands for: part of the entry, or all of it. None: the entry did not exist."""
+
+
 class InjectionRecord(BaseModel):
     """What the injector did to a pod: the value of the annotation `injected`. With it the sidecar can be taken out."""
 
@@ -113,15 +127,19 @@ class InjectionRecord(BaseModel):
     mode: Mode
     upstream_port: int
     """vLLM's port."""
+    port_before: int | None = None
+    """What vLLM's port was before the sidecar took that number, in mode swap."""
+    edits: tuple[CommandEdit, ...] = ()
+    """The changes to vLLM's command line, in mode swap."""
     port_name: str | None = None
-    """The port name that moved to the sidecar, in mode takeover."""
+    """The port name that moved to the sidecar, in modes swap and takeover."""
     port_renamed_to: str | None = None
     """What vLLM's port is called since."""
     numbered: tuple[str, ...] = ()
     """The probes and hooks that used the name and were given the number: `readinessProbe/httpGet`."""
     added_hook: Literal["lifecycle", "preStop"] | None = None
     """The outermost key that was added to the vLLM container for its preStop sleep."""
-    created: tuple[Literal["metadata", "annotations", "initContainers", "volumes"], ...] = ()
+    created: tuple[Literal["metadata", "annotations", "initContainers", "volumes", "args"], ...] = ()
     """The parts of the pod that did not exist before."""
 
     def to_json(self) -> str:

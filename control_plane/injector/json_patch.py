@@ -38,12 +38,27 @@ def apply_in_place(document: MutableMapping[str, Any], patch: list[Operation]) -
         at: Any = document
         for part in parents:
             at = at[int(part)] if isinstance(at, list) else at[part]
-        if not isinstance(at, list):
-            at[last] = operation["value"]
-        elif operation["op"] == "add":
-            at.insert(int(last), operation["value"])
+        key = int(last) if isinstance(at, list) else last
+        if operation["op"] == "replace":
+            replace_in_place(at, key, operation["value"])
+        elif isinstance(key, int):
+            at.insert(key, operation["value"])
         else:
-            at[int(last)] = operation["value"]
+            at[key] = operation["value"]
+
+
+def replace_in_place(at: Any, key: int | str, new: Any) -> None:
+    """Replace an entry of a list or mapping by one that the YAML library writes alike: its quotes, its comment."""
+    old = at[key]
+    if isinstance(new, str) and isinstance(old, str) and type(old) is not str:
+        new = type(old)(new)  # Quotes and blocks are types of their own.
+        if hasattr(old, "comment"):
+            new.comment = old.comment
+    at[key] = new
+    if hasattr(at, "ca"):
+        for token in at.ca.items.get(key) or ():
+            if hasattr(token, "column"):  # A comment behind the value stays at the same distance.
+                token.column += len(str(new)) - len(str(old))
 
 
 def _escaped(key: str) -> str:

@@ -19,41 +19,28 @@ from typing import Any
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from control_plane.errors import BadInput
+from control_plane.errors import BadInput, CheckFailed
 from control_plane.injector.admission import mutate
 from control_plane.injector.annotations import (
     INJECT_LABEL,
     INJECTED,
     ORIGINAL,
     WRITTEN_ANNOTATIONS,
+    CommandEdit,
     InjectionRecord,
 )
-from control_plane.injector.json_patch import apply_in_place
+from control_plane.injector.json_patch import apply_in_place, replace_in_place
 from control_plane.injector.plan import CONTAINER, REDIRECT_CONTAINER, TOKEN_VOLUME
-from control_plane.injector.pod import Pod, read
+from control_plane.injector.pod import Container, Pod, read
 from control_plane.injector.pod_patch import PORT_PATHS
 from control_plane.injector.reasons import Reason, not_injected
 from control_plane.injector.settings import InjectorSettings
 from control_plane.policy.model import Policies
 
-TEMPLATES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "Pod": ((),),
-    "Deployment": (("spec", "template"),),
-    "StatefulSet": (("spec", "template"),),
-    "DaemonSet": (("spec", "template"),),
-    "ReplicaSet": (("spec", "template"),),
-    "ReplicationController": (("spec", "template"),),
-    "Job": (("spec", "template"),),
-    "Rollout": (("spec", "template"),),
-    "CronJob": (("spec", "jobTemplate", "spec", "template"),),
-    "LeaderWorkerSet": (
-        ("spec", "leaderWorkerTemplate", "leaderTemplate"),
-        ("spec", "leaderWorkerTemplate", "workerTemplate"),
-    ),
-}
-"""A kind -> the paths of its pod templates."""
-
 Tree = MutableMapping[str, Any]
+
+_PASSED_UNLESS_ASKED = (Reason.NOT_HTTP, Reason.LEADER_UNKNOWN)
+"""Pods that run vLLM, but not a server for a sidecar: only a label makes it an error that they get none."""
 
 
 Changed = tuple[str, list[str]]
@@ -67,9 +54,14 @@ def inject_stream(text: str, policies: Policies, settings: InjectorSettings) -> 
     "false" it gets none.
 
     Raises:
-        BadInput: a document or a pod is not valid, or a pod cannot be injected. The message names the object.
+        BadInput: a document or a pod is not valid. The message names the object.
+        CheckFailed: pods cannot be injected. The message names all of them.
     """
-    return _each_document(text, lambda layout, body: _injected_body(layout, body, policies, settings))
+    rejected: list[str] = []
+    changed = _each_document(text, lambda layout, body: _injected_body(layout, body, policies, settings, rejected))
+    if rejected:
+        raise CheckFailed(f"{' '.join(rejected)} Nothing was written.")
+    return changed
 
 
 def uninject_stream(text: str) -> Changed:
@@ -86,7 +78,8 @@ def uninject_stream(text: str) -> Changed:
 # A line that starts with three dashes separates documents wherever it is, even in a block scalar (YAML 1.2, 9.1.2).
 _SEPARATOR = re.compile(r"^(?=---(?:[ \t\r]|$))", re.MULTILINE)
 _HEAD = re.compile(r"\ufeff?(?:---[ \t]*(?:#[^\n]*)?\r?(?:\n|$))?")
-_RELEVANT = re.compile(r"""\bkind["']?[ \t]*:[ \t]*["']?(?:""" + "|".join(TEMPLATES) + r"""|[A-Za-z]*List)\b""")
+_RELEVANT = re.compile(r"""\bkind["']?[ \t]*:[ \t]*["']?(?:Pod|[A-Za-z]*List)\b|\bcontainers["']?[ \t]*:""")
+_SCHEMA_OR_DATA = re.compile(r"^kind:[ \t]*[\"']?(?:CustomResourceDefinition|ConfigMap|Secret)\b", re.MULTILINE)
 
 
 @dataclass
@@ -104,7 +97,7 @@ def _each_document(text: str, change: Callable[[_Layout, str], Changed]) -> Chan
         head = _HEAD.match(chunk)
         start = head.end() if head else 0
         body = chunk[start:]
-        if _RELEVANT.search(body):
+        if _RELEVANT.search(body) and not _SCHEMA_OR_DATA.search(body):
             unix = body.replace("\r\n", "\n")
             try:
                 changed, found = change(_layout(unix), unix)
@@ -175,25 +168,77 @@ def _yaml_layout(mapping: int, sequence: int, offset: int) -> _Layout:
 # ---- Pod templates -------------------------------------------------------------------------------------------------
 
 
-def templates(tree: Any) -> Iterator[tuple[str, Tree]]:
-    """Yield the pod templates of a document, each with the name that notes use for it."""
+_NOT_OF_PODS = frozenset({"CustomResourceDefinition", "ConfigMap", "Secret"})
+"""Kinds that hold schemas and data, which may look like pod templates."""
+
+
+def _objects(tree: Any) -> Iterator[Tree]:
+    """The objects of a document: itself, or the items of a List."""
     if not isinstance(tree, MutableMapping):
         return
     kind = tree.get("kind")
     if isinstance(kind, str) and kind.endswith("List") and isinstance(tree.get("items"), list):
         for item in tree["items"]:
-            yield from templates(item)
-        return
-    for path in TEMPLATES.get(kind if isinstance(kind, str) else "", ()):
-        at: Any = tree
-        for key in path:
-            at = at.get(key) if isinstance(at, MutableMapping) else None
-        if isinstance(at, MutableMapping):
-            metadata = tree.get("metadata")
-            metadata = metadata if isinstance(metadata, MutableMapping) else {}
-            name = metadata.get("name") or metadata.get("generateName") or "?"
-            where = f" {path[-1]}" if len(TEMPLATES[str(kind)]) > 1 else ""
-            yield f"{kind}/{name}{where}", at
+            yield from _objects(item)
+    elif isinstance(kind, str) and kind not in _NOT_OF_PODS:
+        yield tree
+
+
+def _name(tree: Tree) -> str:
+    metadata = tree.get("metadata")
+    metadata = metadata if isinstance(metadata, MutableMapping) else {}
+    return f"{tree['kind']}/{metadata.get('name') or metadata.get('generateName') or '?'}"
+
+
+def templates(tree: Tree) -> Iterator[tuple[str, Tree]]:
+    """All pod templates of an object, each with the name that notes use for it.
+
+    They are recognised by their shape, so that kinds that this module does not know have them, too.
+    """
+    name = _name(tree)
+    if tree["kind"] == "Pod":
+        yield name, tree
+    elif not str(tree.get("apiVersion")).startswith("serving.knative.dev/"):  # Only one container may have ports there.
+        found = [entry for key in ("spec", "template") for entry in _templates_below(tree.get(key), (key,))]
+        for path, template in found:
+            where = path[-2] if path[-1] == "template" and len(path) > 1 else path[-1]
+            yield f"{name} {where}" if len(found) > 1 else name, template
+
+
+def _templates_below(at: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tree]]:
+    if isinstance(at, list):
+        for index, entry in enumerate(at):
+            yield from _templates_below(entry, (*path[:-1], f"{path[-1]}[{index}]"))
+    elif isinstance(at, MutableMapping):
+        spec = at.get("spec")
+        if path[-1].lower().endswith("template") and isinstance(spec, MutableMapping) and _containers(spec):
+            yield path, at
+            return
+        for key, entry in at.items():
+            yield from _templates_below(entry, (*path, str(key)))
+
+
+def _containers(spec: Tree) -> list[Tree]:
+    """The containers of a pod's spec. Empty: it does not have the shape of one."""
+    found = spec.get("containers")
+    if not isinstance(found, list) or not all(isinstance(c, MutableMapping) and "name" in c for c in found):
+        return []
+    return found
+
+
+def _runs_vllm_elsewhere(at: Any) -> bool:
+    """Whether containers that are not part of a pod template run vLLM."""
+    if isinstance(at, list):
+        return any(_runs_vllm_elsewhere(entry) for entry in at)
+    if not isinstance(at, MutableMapping):
+        return False
+    for container in _containers(at):
+        try:
+            if read(Container, _plain(container), "container").servers:
+                return True
+        except BadInput:
+            continue
+    return any(_runs_vllm_elsewhere(entry) for entry in at.values())
 
 
 def _plain(value: Any) -> Any:
@@ -208,31 +253,39 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _injected_body(layout: _Layout, body: str, policies: Policies, settings: InjectorSettings) -> Changed:
+def _injected_body(
+    layout: _Layout, body: str, policies: Policies, settings: InjectorSettings, rejected: list[str]
+) -> Changed:
     tree = layout.load(body)
     notes: list[str] = []
     injected: list[Tree] = []
-    for name, template in templates(tree):
-        pod = _plain(template)
-        try:
-            if not _wanted(pod):
-                notes.append(f"{name}: {not_injected(Reason.NO_VLLM_CONTAINER, 'no container runs vLLM.')}")
-                continue
-            mutation = mutate(pod, policies, settings)
-        except BadInput as error:
-            raise BadInput(f"{name}: {error}") from None
-        if mutation.rejected:
-            raise BadInput(f"{name}: {mutation.detail}")
-        if mutation.reason and not mutation.warnings:
-            notes.append(f"{name}: {mutation.detail}")
-        notes += [f"{name}: {message}" for message in mutation.messages]
-        if mutation.patch:
-            apply_in_place(template, mutation.patch)
-            if _plain(template) != mutation.pod:
-                raise BadInput(
-                    f"{name}: shares a YAML anchor with a part that must not change. Write the alias out instead."
-                )
-            injected.append(template)
+    for holder in _objects(tree):
+        found = list(templates(holder))
+        if not found and _runs_vllm_elsewhere(holder):
+            detail = "the containers are not in a pod template. Label the pods, and let the webhook inject them."
+            notes.append(f"{_name(holder)}: {not_injected(Reason.NO_POD_TEMPLATE, detail)}")
+        for name, template in found:
+            pod = _plain(template)
+            try:
+                typed = read(Pod, pod, "pod")
+                if INJECT_LABEL not in typed.labels and not any(c.starts for c in typed.spec.containers):
+                    notes.append(f"{name}: {not_injected(Reason.NO_VLLM_CONTAINER, 'no container runs vLLM.')}")
+                    continue
+                mutation = mutate(pod, policies, settings)
+            except BadInput as error:
+                raise BadInput(f"{name}: {error}") from None
+            if mutation.rejected and not (INJECT_LABEL not in typed.labels and mutation.reason in _PASSED_UNLESS_ASKED):
+                rejected.append(f"{name}: {mutation.detail}")
+            elif mutation.reason and not mutation.warnings:
+                notes.append(f"{name}: {mutation.detail}")
+            notes += [f"{name}: {message}" for message in mutation.messages]
+            if mutation.patch:
+                apply_in_place(template, mutation.patch)
+                if _plain(template) != mutation.pod:
+                    raise BadInput(
+                        f"{name}: shares a YAML anchor with a part that must not change. Write the alias out instead."
+                    )
+                injected.append(template)
     if not injected:
         return body, notes
     written = layout.dump(tree)
@@ -244,11 +297,6 @@ def _injected_body(layout: _Layout, body: str, policies: Policies, settings: Inj
     return layout.dump(tree), notes
 
 
-def _wanted(pod: Any) -> bool:
-    typed = read(Pod, pod, "pod")
-    return INJECT_LABEL in typed.labels or any(container.role for container in typed.spec.containers)
-
-
 # ---- Taking the sidecar out ------------------------------------------------------------------------------------------
 
 
@@ -256,7 +304,7 @@ def _restored_body(layout: _Layout, body: str) -> Changed:
     tree = layout.load(body)
     original = None
     found = False
-    for name, template in templates(tree):
+    for name, template in (found for holder in _objects(tree) for found in templates(holder)):
         annotations = (template.get("metadata") or {}).get("annotations") or {}
         if isinstance(annotations, MutableMapping) and INJECTED in annotations:
             original = annotations.get(ORIGINAL) or original
@@ -320,16 +368,22 @@ def _take_out(template: Tree) -> None:
 
 
 def _restore_server(server: Tree, record: InjectionRecord) -> None:
-    if record.port_name:
-        for port in server.get("ports") or ():
-            if port.get("name") == record.port_renamed_to:
-                port["name"] = record.port_name
-        for path in PORT_PATHS:
-            at: Any = server if "/".join(path) in record.numbered else None
-            for key in path:
-                at = at.get(key) if isinstance(at, MutableMapping) else None
-            if isinstance(at, MutableMapping) and at.get("port") == record.upstream_port:
-                at["port"] = record.port_name
+    before = record.port_before or record.upstream_port
+    for port in server.get("ports") or ():
+        if record.port_name and port.get("name") == record.port_renamed_to:
+            replace_in_place(port, "name", record.port_name)
+        if port.get("containerPort") == record.upstream_port:
+            replace_in_place(port, "containerPort", before)
+    for path in PORT_PATHS:
+        at: Any = server
+        for key in path:
+            at = at.get(key) if isinstance(at, MutableMapping) else None
+        if isinstance(at, MutableMapping) and at.get("port") == record.upstream_port:
+            replace_in_place(at, "port", record.port_name if "/".join(path) in record.numbered else before)
+    for edit in reversed(record.edits):
+        _restore_entry(server.get(edit.field) or [], edit)
+    if "args" in record.created and not server.get("args"):
+        server.pop("args", None)
     lifecycle = server.get("lifecycle")
     if record.added_hook and isinstance(lifecycle, MutableMapping):
         hook = lifecycle.get("preStop")
@@ -337,3 +391,16 @@ def _restore_server(server: Tree, record: InjectionRecord) -> None:
             del lifecycle["preStop"]
         if record.added_hook == "lifecycle" and not lifecycle:
             del server["lifecycle"]
+
+
+def _restore_entry(entries: list[Any], edit: CommandEdit) -> None:
+    """Undo one edit of a command line, where it was made, or where the entry is now."""
+    for index in (edit.index, *range(len(entries))):
+        text = entries[index] if index < len(entries) else None
+        if text == edit.now and edit.was is None:
+            del entries[index]
+            return
+        if isinstance(text, str) and edit.now in text and edit.was is not None:
+            head, _, tail = text.rpartition(edit.now)
+            replace_in_place(entries, index, head + edit.was + tail)
+            return

@@ -1,11 +1,12 @@
 """Decides everything about one pod's sidecar, or why the pod is not injected. Pure: nothing is changed here."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from control_plane.address import Address
 from control_plane.injector.annotations import LISTEN_PORT, MODE, NATIVE, POLICY, InjectionRequest, Mode
+from control_plane.injector.commands import Edit
 from control_plane.injector.envoy_config import container_argument
 from control_plane.injector.pod import Pod, Spec
 from control_plane.injector.reasons import NotInjectedError, Reason, WarningCode, Warnings, warn
@@ -46,11 +47,12 @@ _DRAIN_TOKEN = "vllm-priority-drain-token-000000"
 class Plan:
     """All that was decided about one pod.
 
-    server_index: of the vLLM container. upstream, listen, health: ports of vLLM and of the sidecar. port_name: of
-    the sidecar's port. taken_name: the port name that moves to the sidecar, None where none does. config: the Envoy
-    bootstrap as a container's argument. environment: what it reads of its environment. server_sleep_seconds: vLLM's
-    preStop sleep, 0 for none. drain_path: what the sidecar's preStop hook requests of the health listener.
-    token_audience: of the token for its polls, None for none.
+    server_index: of the vLLM container. upstream, listen, health: ports of vLLM and of the sidecar. port_before: vLLM's
+    port in the manifest. edits: the changes to vLLM's command line, in mode swap. port_name: of the sidecar's port.
+    taken_name: the port name that moves to the sidecar, None where none does. config: the Envoy bootstrap as a
+    container's argument. environment: what it reads of its environment. server_sleep_seconds: vLLM's preStop sleep, 0
+    for none. drain_path: what the sidecar's preStop hook requests of the health listener. token_audience: of the token
+    for its polls, None for none.
     """
 
     server_index: int
@@ -60,6 +62,8 @@ class Plan:
     upstream: int
     listen: int
     health: int
+    port_before: int
+    edits: Sequence[Edit]
     port_name: str
     taken_name: str | None
     config: str
@@ -97,10 +101,10 @@ def make_plan(
     if spec.os and spec.os.name == "windows":
         raise NotInjectedError(Reason.WINDOWS, "spec.os.name is windows, and the image of Envoy is for Linux.")
     request = InjectionRequest.parse(pod.annotations, settings.forbidden_annotations)
-    server, server_warnings = find_server(spec.containers, request)
+    server, server_warnings = find_server(pod, request)
     traffic, mode_warnings = direct_traffic(pod, request, server, settings, services)
     native, native_warnings = _native(request, settings, traffic, spec)
-    ports, port_warnings = _ports(request, server, spec)
+    ports, port_warnings = _ports(request, server, traffic, spec)
     can_sleep = settings.version is None or settings.version >= SLEEP_FROM
     grace_seconds = spec.terminationGracePeriodSeconds
     grace_seconds = DEFAULT_GRACE_SECONDS if grace_seconds is None else grace_seconds
@@ -122,9 +126,13 @@ def make_plan(
         role=server.role,
         mode=traffic.mode,
         native=native,
-        upstream=server.port,
+        upstream=ports.upstream,
         listen=ports.listen,
         health=ports.health,
+        port_before=server.port,
+        edits=[
+            edit for start in server.invocations if traffic.mode == "swap" for edit in start.with_port(ports.upstream)
+        ],
         port_name=traffic.port_name,
         taken_name=traffic.taken_name,
         config=config.replace(drain.path, Drain(token).path),
@@ -142,7 +150,7 @@ def make_plan(
     if not can_sleep:
         message = "this Kubernetes has no preStop sleep, which 1.30 has: requests may be lost when the pod stops."
         sleep_warnings = warn(WarningCode.NO_SLEEP_HOOK, message)
-    reach_warnings = reachability_warnings(traffic, server, ports.listen)
+    reach_warnings = reachability_warnings(traffic, pod, server, ports.listen)
     return plan, (
         *server_warnings, *mode_warnings, *native_warnings, *port_warnings, *sleep_warnings, *reach_warnings,
     )  # fmt: skip
@@ -182,32 +190,40 @@ def _native(
 
 @dataclass(frozen=True)
 class _Ports:
+    """upstream: vLLM's. The others are the sidecar's."""
+
+    upstream: int
     listen: int
     health: int
     admin: int
 
 
-def _ports(request: InjectionRequest, server: Server, spec: Spec) -> tuple[_Ports, Warnings]:
-    """Ports for the sidecar that nothing else in the pod uses, as far as the pod says."""
-    containers = spec.all_containers
-    used = {server.port} | {port.containerPort for container in containers for port in container.ports or ()}
-    used |= {container.port_option for container in containers if container.port_option}
+def _ports(request: InjectionRequest, server: Server, traffic: Traffic, spec: Spec) -> tuple[_Ports, Warnings]:
+    """Ports for the sidecar, and in mode swap for vLLM, that nothing else in the pod uses, as far as the pod says."""
+    used = {server.port}.union(*(container.named_ports for container in spec.all_containers))
     default = DEFAULT_LISTEN[server.role].port
     warnings: Warnings = ()
-    if request.listen_port is None:
+    upstream, listen = server.port, request.listen_port
+    if traffic.mode == "swap":
+        # `--uninject` looks for the number in the command line, so it must not be there already.
+        written = server.container.command_line
+        listen, upstream = (
+            server.port,
+            _free(default, used | {n for n in range(default, default + 100) if str(n) in written}),
+        )
+    elif listen is None:
         listen = _free(default, used)
         if listen != default:
             message = f"port {default} is in use in this pod, so the sidecar listens on {listen}."
             warnings = warn(WarningCode.LISTEN_PORT_MOVED, message)
-    elif request.listen_port in used:
+    elif listen in used:
         raise NotInjectedError(
             Reason.PORT_IN_USE,
-            f"annotation {LISTEN_PORT}: port {request.listen_port} is in use in this pod. Use a free port.",
+            f"annotation {LISTEN_PORT}: port {listen} is in use in this pod. Use a free port.",
         )
-    else:
-        listen = request.listen_port
-    health = _free(HEALTH_PORT, used | {listen})
-    return _Ports(listen, health, _free(DEFAULT_ADMIN[server.role].port, used | {listen, health})), warnings
+    used |= {upstream, listen}
+    health = _free(HEALTH_PORT, used)
+    return _Ports(upstream, listen, health, _free(DEFAULT_ADMIN[server.role].port, used | {health})), warnings
 
 
 def _free(wanted: int, used: set[int]) -> int:
@@ -233,13 +249,14 @@ def _config(
     placement = Placement(
         role=server.role,
         listen=Address(settings.listen_host, ports.listen),
-        upstream=Address("127.0.0.1", server.port),
+        upstream=Address("127.0.0.1", ports.upstream),
         admin=Address("127.0.0.1", ports.admin),
         health=Address(settings.listen_host, ports.health),
         control_plane=settings.control_plane,
         control_plane_trust=settings.control_plane_trust,
         token_file=f"{TOKEN_FOLDER}/token" if settings.token_audience else None,
         policy_name=request.policy,
+        root_path=server.root_path,
         memory_limit_bytes=_memory_limit(resources),
         # Whoever raises vLLM's own timeout has, for example, a load balancer that keeps connections for longer.
         idle_timeout_seconds=keep_alive if keep_alive > UVICORN_KEEP_ALIVE_SECONDS else IDLE_SECONDS,
@@ -247,7 +264,7 @@ def _config(
         drain=drain,
         shares_script=True,
     )
-    return container_argument(policy, placement, pod.labels)
+    return container_argument(policy.below(server.root_path), placement, pod.labels)
 
 
 def _resources(request: InjectionRequest, settings: InjectorSettings, spec: Spec) -> ResourceRequirements:

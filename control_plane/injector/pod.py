@@ -1,16 +1,16 @@
 """A pod as the injector reads it: typed, validated once. What the injector does not look at is left unread."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from control_plane.errors import BadInput
-from control_plane.injector.commands import port_option, server_role
+from control_plane.injector.commands import Environment, Invocation, invocations
 from control_plane.injector.resources import are_guaranteed
 from control_plane.policy.messages import problems
-from control_plane.vllm import Role
 
 Ascii = Annotated[str, StringConstraints(pattern=r"^[\x20-\x7e]*$", max_length=4096)]
 Name = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]+$", max_length=253)]
@@ -59,9 +59,22 @@ class Container(Partial):
     command: list[str] | None = None
     args: list[str] | None = None
     env: Any = None
-    """Not validated: only `keep_alive_seconds` reads it."""
+    """Not validated, as the probes are not: what is not as Kubernetes writes it is skipped."""
     ports: list[Port] | None = None
     resources: Resources | None = None
+    livenessProbe: Any = None  # noqa: N815 (Kubernetes' names)
+    readinessProbe: Any = None  # noqa: N815
+    startupProbe: Any = None  # noqa: N815
+
+    @cached_property
+    def starts(self) -> tuple[Invocation, ...]:
+        """What the container starts of vLLM or SGLang, as far as its command line says."""
+        return invocations(self.command or (), self.args or (), self.image or "", self.environment)
+
+    @property
+    def servers(self) -> list[Invocation]:
+        """The HTTP servers among that."""
+        return [start for start in self.starts if start.kind == "http"]
 
     @property
     def command_line(self) -> str:
@@ -69,22 +82,39 @@ class Container(Partial):
         return " ".join((*(self.command or ()), *(self.args or ())))
 
     @property
-    def role(self) -> Role | None:
-        """The role of the vLLM server that the container runs. None: it runs none."""
-        return server_role(self.command_line, self.image or "", bool(self.command))
+    def environment(self) -> Environment:
+        """The container's variables. None: the value is known only when the container starts."""
+        found: dict[str, str | None] = {}
+        for item in self.env if isinstance(self.env, list) else ():
+            if isinstance(item, dict) and isinstance(name := item.get("name"), str):
+                value = None if "valueFrom" in item else item.get("value", "")
+                found[name] = value if isinstance(value, str) and "$(" not in value else None
+        return found
 
     @property
-    def port_option(self) -> int | None:
-        """The port that the command line names. None: it names none."""
-        return port_option(self.command_line)
+    def named_ports(self) -> set[int]:
+        """The ports that the container declares, and those that its options and variables name."""
+        declared = {port.containerPort for port in self.ports or ()}
+        options = re.findall(r"port[= ]['\"]?([0-9]{1,5})\b", self.command_line, re.IGNORECASE)
+        variables = [value for name, value in self.environment.items() if value and "PORT" in name.upper()]
+        return declared | {int(text) for text in (*options, *variables) if re.fullmatch("[0-9]{1,5}", text)}
+
+    @property
+    def http_probes(self) -> Iterator[tuple[int, bool]]:
+        """The port of each httpGet probe, and whether it uses HTTPS."""
+        for probe in (self.readinessProbe, self.livenessProbe, self.startupProbe):
+            request = probe.get("httpGet") if isinstance(probe, dict) else None
+            if isinstance(request, dict):
+                port = request.get("port")
+                number = next((p.containerPort for p in self.tcp_ports if p.name == port), port)
+                if isinstance(number, int):
+                    yield number, request.get("scheme") == "HTTPS"
 
     @property
     def keep_alive_seconds(self) -> int | None:
         """How long vLLM keeps an idle connection, if the container sets that (VLLM_HTTP_TIMEOUT_KEEP_ALIVE)."""
-        variables = [item for item in self.env if isinstance(item, dict)] if isinstance(self.env, list) else []
-        values = [item.get("value") for item in variables if item.get("name") == "VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]
-        last = values[-1] if values else None
-        return int(last) if isinstance(last, str) and re.fullmatch("[0-9]{1,6}", last) else None
+        value = self.environment.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE")
+        return int(value) if value and re.fullmatch("[0-9]{1,6}", value) else None
 
     @property
     def tcp_ports(self) -> list[Port]:

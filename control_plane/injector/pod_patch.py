@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from control_plane.injector.annotations import INJECTED, InjectionRecord
+from control_plane.injector.annotations import INJECTED, CommandEdit, InjectionRecord
+from control_plane.injector.commands import apply_edits
 from control_plane.injector.envoy_config import verbatim
 from control_plane.injector.plan import CONTAINER, REDIRECT_CONTAINER, TOKEN_FOLDER, TOKEN_VOLUME, Plan
 from control_plane.injector.pod import Pod
@@ -12,6 +13,8 @@ CONFIG_OPTION = "--config-yaml"
 """Envoy's option whose value is the sidecar's whole configuration."""
 READY_PORT_NAME = "priority-ready"
 """The name of the port of the sidecar's health listener."""
+
+_TCP = (None, "", "TCP")
 
 PORT_PATHS = (
     *(
@@ -38,11 +41,13 @@ def with_sidecar(pod: Mapping[str, Any], typed: Pod, plan: Plan) -> dict[str, An
     volumes = list(spec.get("volumes") or ())
     if plan.token_audience:
         volumes.append(_token_volume(plan.token_audience))
+    edited = {edit.field for edit in plan.edits}
     created = [
         *(["metadata"] if pod.get("metadata") is None else []),
         *(["annotations"] if metadata.get("annotations") is None else []),
         *(["initContainers"] if init and spec.get("initContainers") is None else []),
         *(["volumes"] if volumes and spec.get("volumes") is None else []),
+        *(["args"] if spec["containers"][plan.server_index].get("args") is None and "args" in edited else []),
     ]
     value = record.model_copy(update={"created": tuple(created)}).to_json()
     return {
@@ -61,16 +66,25 @@ def _changed_server(server: Mapping[str, Any], typed: Pod, plan: Plan) -> tuple[
     """The vLLM container as it should be, and what was done to it."""
     record: dict[str, Any] = {}
     changed = dict(server)
-    if plan.taken_name:
-        renamed = _unused_port_name(typed, f"app-{plan.upstream}")
-        changed["ports"] = [
-            {**port, "name": renamed} if port.get("name") == plan.taken_name else port for port in server["ports"]
-        ]
-        named = [path for path in PORT_PATHS if (at := _reach(server, path)) and at.get("port") == plan.taken_name]
-        for path in named:
+    swapped = plan.mode == "swap"
+    renamed = _unused_port_name(typed, f"app-{plan.upstream}") if plan.taken_name else None
+    named = []
+    for path in PORT_PATHS:
+        port = (_reach(server, path) or {}).get("port")
+        if plan.taken_name and port == plan.taken_name:
+            named.append("/".join(path))
+        # What asks for vLLM's own health must not depend on the sidecar.
+        if port in (plan.taken_name, plan.port_before) and port is not None:
             changed = _with_port(changed, path, plan.upstream)
-        numbered = tuple("/".join(path) for path in named)
-        record |= {"port_name": plan.taken_name, "port_renamed_to": renamed, "numbered": numbered}
+    if renamed or swapped:
+        changed |= _changed_ports(server, plan, renamed)
+    if renamed:
+        record |= {"port_name": plan.taken_name, "port_renamed_to": renamed, "numbered": tuple(named)}
+    if swapped:
+        for field in {edit.field for edit in plan.edits}:
+            changed[field] = apply_edits(server.get(field) or [], field, plan.edits)
+        edits = tuple(CommandEdit(field=e.field, index=e.index, now=e.now, was=e.was) for e in plan.edits)
+        record |= {"port_before": plan.port_before, "edits": edits}
     lifecycle = changed.get("lifecycle")
     has_no_hook = lifecycle is None or (isinstance(lifecycle, dict) and lifecycle.get("preStop") is None)
     if plan.server_sleep_seconds and has_no_hook:
@@ -79,6 +93,18 @@ def _changed_server(server: Mapping[str, Any], typed: Pod, plan: Plan) -> tuple[
     return changed, InjectionRecord(
         container=server["name"], role=plan.role, mode=plan.mode, upstream_port=plan.upstream, **record
     )
+
+
+def _changed_ports(server: Mapping[str, Any], plan: Plan, renamed: str | None) -> dict[str, Any]:
+    """The vLLM container's `ports`, if it has any, with the name and the number that vLLM has now."""
+    ports = [dict(port) for port in server.get("ports") or ()]
+    for port in ports:
+        if renamed and port.get("name") == plan.taken_name:
+            port["name"] = renamed
+        # The kubelet maps the host's port to this number, and the sidecar must get what arrives there.
+        if port.get("containerPort") == plan.port_before and not port.get("hostPort") and port.get("protocol") in _TCP:
+            port["containerPort"] = plan.upstream
+    return {"ports": ports} if ports else {}
 
 
 def _unused_port_name(pod: Pod, wanted: str) -> str:

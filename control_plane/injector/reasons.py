@@ -28,12 +28,22 @@ class Reason(Enum):
     )
     UNKNOWN_POLICY = "UnknownPolicy", True, "The annotation `policy` names a policy that does not exist."
     NO_VLLM_CONTAINER = "NoVllmContainer", True, "The pod has several containers, and none of them runs vLLM."
+    NO_POD_TEMPLATE = "NoPodTemplate", False, "Containers run vLLM, but not in a pod template."
     SEVERAL_VLLM_CONTAINERS = (
         "SeveralVllmContainers", True, "Several containers run vLLM, and no `upstream-port` says which one is meant.",
     )  # fmt: skip
+    SERVES_NOTHING = (
+        "ServesNothing", False, "The container is a headless worker (`--headless`) or runs a batch: it serves nothing.",
+    )  # fmt: skip
+    LEADER_UNKNOWN = (
+        "LeaderUnknown", True, "The command starts a server in one pod and headless workers in others.",
+    )  # fmt: skip
+    NOT_HTTP = "NotHttp", True, "The server speaks gRPC, or listens on a Unix socket."
+    UPSTREAM_TLS = "UpstreamTls", True, "vLLM serves HTTPS (`--ssl-certfile`), and the sidecar sends plain HTTP to it."
+    PORT_UNKNOWN = "PortUnknown", True, "The pod does not say on which port vLLM listens."
     PORT_IN_USE = "PortInUse", True, "The annotation `listen-port` names a port that the pod uses already."
     PORT_NAME_NOT_UNIQUE = (
-        "PortNameNotUnique", True, "In mode `takeover`: another container has a port of the same name.",
+        "PortNameNotUnique", True, "In modes `swap` and `takeover`: another container has a port of the same name.",
     )  # fmt: skip
     NATIVE_UNSUPPORTED = (
         "NativeUnsupported", True, "The annotation `native` is `true`, and the cluster's Kubernetes is too old for it.",
@@ -43,6 +53,10 @@ class Reason(Enum):
     )  # fmt: skip
     CONFIGURATION_TOO_LARGE = (
         "ConfigurationTooLarge", True, "The sidecar's configuration does not fit into one argument of a container.",
+    )  # fmt: skip
+    SWAP_UNAVAILABLE = "SwapUnavailable", True, "In mode `swap`: vLLM cannot be given another port."
+    UNREACHABLE = (
+        "Unreachable", True, "In mode `auto`: vLLM cannot be given another port, and its port has no name.",
     )  # fmt: skip
     REDIRECT_UNAVAILABLE = (
         "RedirectUnavailable", True, "In mode `redirect`: the injector is set up without a user id for the sidecar.",
@@ -74,13 +88,15 @@ class WarningCode(StrEnum):
     ROLE_GUESSED = "RoleGuessed"
     """The annotation `role` is missing: the role follows from the vLLM container's command."""
     PORT_GUESSED = "PortGuessed"
-    """The vLLM container declares no TCP port."""
+    """Neither vLLM's command nor a probe names the port on which it listens."""
     PORT_DIFFERS = "PortDiffers"
-    """The vLLM container declares another port than its command names."""
+    """The vLLM container declares ports, but not the one that its command names."""
     LISTEN_PORT_MOVED = "ListenPortMoved"
     """The sidecar's usual port is in use: it listens on the next free one."""
     NUMERIC_TARGETS_BYPASS = "NumericTargetsBypass"
     """In mode `takeover`: clients that target vLLM's port by number bypass the sidecar, or may."""
+    NEIGHBOR_BYPASSES = "NeighborBypasses"
+    """In mode `takeover`: another container of the pod sends its requests to vLLM's port number."""
     HOST_PORT_BYPASSES = "HostPortBypasses"
     """In mode `takeover`: what arrives at the vLLM container's hostPort bypasses the sidecar."""
     NOT_REACHED = "NotReached"

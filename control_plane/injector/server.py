@@ -1,12 +1,17 @@
 """Finds the vLLM server in a pod: its container, its role and its port."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from control_plane.injector.annotations import ROLE, UPSTREAM_PORT, InjectionRequest
-from control_plane.injector.pod import Container, Port
+from control_plane.injector.commands import Invocation
+from control_plane.injector.pod import Container, Pod, Port
 from control_plane.injector.reasons import NotInjectedError, Reason, WarningCode, Warnings, warn
 from control_plane.vllm import DEFAULT_PORT, Role
+
+WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
+"""LeaderWorkerSet's label on its pods. The leader has "0"."""
 
 _ROLE_IN_WORDS: Mapping[Role, str] = {"render": "a render server", "engine": "an engine"}
 
@@ -16,7 +21,8 @@ class Server:
     """The vLLM server of a pod.
 
     index: of its container in `spec.containers`. declared: the port that the container declares for it, None where it
-    declares none. port: the port on which vLLM listens.
+    declares none. port: the port on which vLLM listens. invocations: the parts of the command line that start it, empty
+    where they are not known.
     """
 
     index: int
@@ -24,19 +30,32 @@ class Server:
     role: Role
     declared: Port | None
     port: int
+    invocations: Sequence[Invocation]
+
+    @property
+    def root_path(self) -> str | None:
+        """The prefix of the server's routes that its command sets (--root-path)."""
+        found = {(start.value("root-path") or "").rstrip("/") for start in self.container.servers}
+        path = found.pop() if len(found) == 1 else ""
+        return path if re.fullmatch(r"(/[^/?#%\s]+)+", path) else None
 
 
-def find_server(containers: Sequence[Container], request: InjectionRequest) -> tuple[Server, Warnings]:
+def find_server(pod: Pod, request: InjectionRequest) -> tuple[Server, Warnings]:
     """Return the pod's vLLM server, and what had to be guessed.
 
     Raises:
-        NotInjectedError: no container, or more than one, can be meant.
+        NotInjectedError: no container, or more than one, can be meant, or the server is not one for a sidecar.
     """
+    containers = pod.spec.containers
     index = _server_index(containers, request.upstream_port)
     container = containers[index]
+    _check_kind(container, pod.labels)
     role, role_warnings = _role(container, request.role)
-    declared, port, port_warnings = _port(container, request.upstream_port)
-    return Server(index, container, role, declared, port), role_warnings + port_warnings
+    port, port_warnings = _port(container, request.upstream_port)
+    _check_plain_http(container, port)
+    declared = next((entry for entry in container.tcp_ports if entry.containerPort == port), None)
+    starts = [start for start in container.servers if (_listens_on(start) or port) == port]
+    return Server(index, container, role, declared, port, starts), role_warnings + port_warnings
 
 
 def _server_index(containers: Sequence[Container], requested_port: int | None) -> int:
@@ -46,12 +65,16 @@ def _server_index(containers: Sequence[Container], requested_port: int | None) -
             index
             for index, container in enumerate(containers)
             if any(port.containerPort == requested_port for port in container.ports or ())
+            or any(start.port == requested_port for start in container.servers)
         ]
         if len(owners) == 1:
             return owners[0]
-    servers = [index for index, container in enumerate(containers) if container.role]
+    servers = [index for index, container in enumerate(containers) if container.servers]
     if len(servers) == 1:
         return servers[0]
+    others = [index for index, container in enumerate(containers) if container.starts]
+    if others and not servers:
+        return others[0]
     if len(containers) == 1:
         return 0
     names = ", ".join(containers[index].name for index in servers or range(len(containers)))
@@ -62,33 +85,94 @@ def _server_index(containers: Sequence[Container], requested_port: int | None) -
     raise NotInjectedError(Reason.NO_VLLM_CONTAINER, f"no container's command runs vLLM ({names}). {cure}")
 
 
+def _check_kind(container: Container, labels: Mapping[str, str]) -> None:
+    """Raise if what the container starts is known, and is not an HTTP server in this pod."""
+    kinds = {start.kind for start in container.starts}
+    name = f"container {container.name!r}"
+    headless = NotInjectedError(Reason.SERVES_NOTHING, f"{name} is a headless worker, which serves no HTTP.")
+    if "http" in kinds:
+        if "headless" not in kinds or labels.get(WORKER_INDEX) == "0":
+            return
+        if WORKER_INDEX in labels:
+            raise headless
+        raise NotInjectedError(
+            Reason.LEADER_UNKNOWN,
+            f"{name} starts a server in one pod and headless workers in others. Give the server a pod template of its"
+            f" own. In a LeaderWorkerSet, you can let the webhook inject the leader instead.",
+        )
+    if "headless" in kinds:
+        raise headless
+    if "batch" in kinds:
+        raise NotInjectedError(Reason.SERVES_NOTHING, f"{name} runs a batch, which serves no HTTP.")
+    if "grpc" in kinds:
+        raise NotInjectedError(Reason.NOT_HTTP, f"{name} serves gRPC, and the sidecar edits HTTP requests only.")
+
+
+def _check_plain_http(container: Container, port: int) -> None:
+    if any(start.has("uds") for start in container.servers):
+        detail = f"container {container.name!r} listens on a Unix socket (--uds). Let it listen on a port."
+        raise NotInjectedError(Reason.NOT_HTTP, detail)
+    options = any(start.has("ssl-certfile", "ssl-keyfile") for start in container.servers)
+    if options or any(probed == port and https for probed, https in container.http_probes):
+        why = "its command has --ssl-certfile or --ssl-keyfile" if options else "its probe has the scheme HTTPS"
+        raise NotInjectedError(
+            Reason.UPSTREAM_TLS,
+            f"container {container.name!r} serves HTTPS: {why}. The sidecar sends plain HTTP to vLLM. Let vLLM serve"
+            " plain HTTP.",
+        )
+
+
 def _role(container: Container, requested: Role | None) -> tuple[Role, Warnings]:
     if requested is not None:
         return requested, ()
-    role: Role = container.role or "engine"
-    why = "because of its command" if container.role else "because its command does not say"
+    servers = container.servers
+    role: Role = servers[0].role if servers else "engine"
+    why = "because of its command" if servers else "because its command does not say"
     return role, warn(
         WarningCode.ROLE_GUESSED,
         f"container {container.name!r} is taken for {_ROLE_IN_WORDS[role]}, {why}. Set {ROLE} to make sure.",
     )
 
 
-def _port(container: Container, requested: int | None) -> tuple[Port | None, int, Warnings]:
-    """The declared port, the port on which vLLM listens, and the warnings."""
+def _listens_on(start: Invocation) -> int | None:
+    """The port on which a server listens. None: it is not certain, because of a variable or a configuration file."""
+    if start.has("port"):
+        return start.port
+    return None if start.has("config") or start.default_port != DEFAULT_PORT else DEFAULT_PORT
+
+
+def _port(container: Container, requested: int | None) -> tuple[int, Warnings]:
+    """The port on which vLLM listens, and the warnings.
+
+    It is the one that the command names; else the one that a probe requests; else vLLM's usual port, if the container
+    declares it, or declares none.
+    """
     if requested is not None:
-        declared = next((port for port in container.tcp_ports if port.containerPort == requested), None)
-        return declared, requested, ()
-    option = container.port_option
-    if not container.tcp_ports:
-        port = option or DEFAULT_PORT
-        message = f"container {container.name!r} declares no TCP port, so vLLM is expected to listen on {port}."
-        return None, port, warn(WarningCode.PORT_GUESSED, message)
-    declared = container.tcp_ports[0]
-    port = declared.containerPort
-    if option in (None, port):
-        return declared, port, ()
-    message = (
-        f"container {container.name!r} declares port {port}, but its command has --port {option}."
-        f" The sidecar uses {port}. Set {UPSTREAM_PORT} if that is wrong."
-    )
-    return declared, port, warn(WarningCode.PORT_DIFFERS, message)
+        return requested, ()
+    name, servers = f"container {container.name!r}", container.servers
+    declared = {port.containerPort for port in container.tcp_ports}
+    ports = {_listens_on(start) for start in servers}
+    if len(ports) > 1:
+        raise _port_unknown(f"{name} starts servers on several ports.")
+    port = next(iter(ports)) if ports else None
+    if port and any(start.has("port") for start in servers):
+        if port in declared or not declared:
+            return port, ()
+        message = f"{name} has --port {port} in its command, and declares other ports only."
+        return port, warn(WarningCode.PORT_DIFFERS, message)
+    probed = {number for number, _ in container.http_probes}
+    if len(probed) == 1:
+        return probed.pop(), ()
+    usual = servers[0].default_port if servers else DEFAULT_PORT
+    if usual in declared:
+        return usual, ()
+    if port is None and len(declared) == 1:
+        usual = declared.pop()  # The command does not say, so the only port is the likely one.
+    elif declared or any(start.has("port", "config") for start in servers):
+        raise _port_unknown(f"neither the command nor a probe of {name} says on which port vLLM listens.")
+    message = f"neither the command nor a probe of {name} names vLLM's port, so {usual} is expected."
+    return usual, warn(WarningCode.PORT_GUESSED, message)
+
+
+def _port_unknown(detail: str) -> NotInjectedError:
+    return NotInjectedError(Reason.PORT_UNKNOWN, f"{detail} Set the annotation {UPSTREAM_PORT}.")

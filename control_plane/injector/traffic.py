@@ -1,15 +1,19 @@
 """How traffic reaches the sidecar.
 
+swap      vLLM gets another port, and the sidecar takes vLLM's: its number and its name
 takeover  the port name that the Service targets moves to the sidecar; probes and hooks of vLLM get the number
 redirect  nftables in the pod send what arrives for vLLM's port to the sidecar: for targets that are numbers
 port      nothing moves: the user points the Service at the sidecar's port
+
+Mode auto is swap if vLLM's command is understood, else takeover.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from control_plane.injector.annotations import MODE, InjectionRequest, Mode
+from control_plane.injector.annotations import LISTEN_PORT, MIN_LISTEN_PORT, MODE, InjectionRequest, Mode
 from control_plane.injector.pod import Pod
 from control_plane.injector.reasons import NotInjectedError, Reason, WarningCode, Warnings, warn
 from control_plane.injector.server import Server
@@ -26,8 +30,9 @@ Services = Iterable[Mapping[str, Any]]
 class Traffic:
     """How traffic reaches the sidecar of one pod.
 
-    taken_name: the port name that moves from vLLM to the sidecar, None where none does. numeric_services: the names of
-    the Services that are known to target vLLM's port by number, None where Services are not known.
+    mode: never auto. taken_name: the port name that moves from vLLM to the sidecar, None where none does.
+    numeric_services: the names of the Services that are known to target vLLM's port by number, None where Services are
+    not known.
     """
 
     mode: Mode
@@ -57,20 +62,33 @@ def direct_traffic(
         NotInjectedError: the mode cannot work for this pod.
     """
     numeric = None if services is None else _numeric_services(services, pod.labels, server.port)
-    mode: Mode = request.mode or "takeover"
+    mode: Mode = request.mode or "auto"
+    obstacle = _obstacle_to_swap(request, server)
     warnings: Warnings = ()
-    if request.mode is None and numeric and settings.numeric_services == "redirect":
+    if mode == "swap" and obstacle:
+        raise NotInjectedError(Reason.SWAP_UNAVAILABLE, f"{MODE} swap is not possible: {obstacle}")
+    if mode == "auto" and not obstacle:
+        mode = "swap"
+    elif mode == "auto" and numeric and settings.numeric_services == "redirect":
         mode = "redirect"
         warnings = warn(
             WarningCode.REDIRECT_CHOSEN,
             f"{MODE} redirect is used, because {_targeting(numeric)} the number {server.port}.",
         )
+    elif mode == "auto" and not (server.declared and server.declared.name):
+        raise NotInjectedError(
+            Reason.UNREACHABLE,
+            f"{obstacle} Its port {server.port} has no name that the sidecar could take over, either. Give the port a"
+            f" name that the Service targets, or set {MODE} to redirect or port.",
+        )
+    elif mode == "auto":
+        mode = "takeover"
     if mode == "redirect" and settings.uid is None:
         raise NotInjectedError(
             Reason.REDIRECT_UNAVAILABLE,
             f"{MODE} redirect needs a fixed user id for the sidecar, and the injector is set up without one.",
         )
-    taken_name = server.declared.name if server.declared and mode == "takeover" else None
+    taken_name = server.declared.name if server.declared and mode in ("swap", "takeover") else None
     if taken_name and (rival := _rival(pod, server, taken_name)):
         raise NotInjectedError(
             Reason.PORT_NAME_NOT_UNIQUE,
@@ -80,10 +98,24 @@ def direct_traffic(
     return Traffic(mode, taken_name, numeric), warnings
 
 
-def reachability_warnings(traffic: Traffic, server: Server, listen_port: int) -> Warnings:
+def _obstacle_to_swap(request: InjectionRequest, server: Server) -> str:
+    """Why vLLM cannot be given another port, as a sentence. Empty: it can."""
+    name = f"container {server.container.name!r}"
+    if not server.invocations or not all(start.understood for start in server.invocations):
+        return f"the command of {name} does not show where vLLM's --port belongs."
+    if server.port < MIN_LISTEN_PORT:
+        return f"the sidecar has no privileges, so it cannot listen on port {server.port} in place of {name}."
+    if request.listen_port is not None:
+        return f"the annotation {LISTEN_PORT} is set, but the sidecar takes the port of {name}."
+    return ""
+
+
+def reachability_warnings(traffic: Traffic, pod: Pod, server: Server, listen_port: int) -> Warnings:
     """Return what bypasses the sidecar, and what the user has to change so that traffic reaches it."""
     numeric, port = traffic.numeric_services, server.port
     known = f" At present {_targeting(numeric)} the number {port}." if numeric else ""
+    if traffic.mode == "swap":
+        return ()
     if traffic.mode == "redirect":
         return warn(
             WarningCode.REDIRECT_NEEDS_NET_ADMIN,
@@ -110,7 +142,24 @@ def reachability_warnings(traffic: Traffic, server: Server, listen_port: int) ->
             WarningCode.HOST_PORT_BYPASSES,
             f"what arrives at hostPort {server.declared.hostPort} bypasses the sidecar. Set {MODE}: redirect.",
         )
+    if neighbors := _neighbors(pod, server):
+        warnings += warn(
+            WarningCode.NEIGHBOR_BYPASSES,
+            f"container {neighbors[0]!r} of the same pod uses vLLM's port {port}, so what it sends there bypasses the"
+            f" sidecar. Set {MODE}: redirect.",
+        )
     return warnings
+
+
+def _neighbors(pod: Pod, server: Server) -> list[str]:
+    """The names of the pod's other containers whose command or variables name vLLM's port, as in-pod proxies do."""
+    port = re.compile(rf"(?:localhost|127\.0\.0\.1|\[::1\]):{server.port}\b|\b[\w-]*port[= ]{server.port}\b")
+    found = []
+    for container in pod.spec.all_containers:
+        values = "\n".join(value for value in container.environment.values() if value)
+        if container is not server.container and port.search(f"{container.command_line}\n{values}"):
+            found.append(container.name)
+    return found
 
 
 def _numeric_services(services: Services, labels: Mapping[str, str], port: int) -> list[str]:

@@ -28,7 +28,7 @@ def workload_warnings(
     workload = request.manifest
     if workload is None or settings.excludes(request.namespace):
         return ()
-    found = list(templates(workload))
+    found = list(templates(dict(workload)))
     labelled = [(name, template) for name, template in found if _has_label(template)]
     if found and not labelled and _has_label(workload):
         return warn(

@@ -32,6 +32,9 @@ RESERVED_HEADERS = frozenset(
     }
 )  # fmt: skip
 
+RootPath = Annotated[str, StringConstraints(pattern=r"^(/[^/?#%\s]+)+$", max_length=256)]
+"""The prefix of vLLM's routes that --root-path sets."""
+
 # Tuples are written as YAML lists, which strict mode would refuse.
 _Paths = Annotated[tuple[RoutePath, ...], Field(strict=False)]
 
@@ -42,7 +45,7 @@ class Routes(PolicyModel):
     render: Literal["default"] | _Paths = Field(default="default", description="Routes to edit on render servers.")
     engine: Literal["default"] | _Paths = Field(default="default", description="Routes to edit on engines.")
     extra: _Paths = Field(default=(), description="More routes to edit, on both roles.")
-    root_path: Annotated[str, StringConstraints(pattern=r"^(/[^/?#%\s]+)+$", max_length=256)] | None = Field(
+    root_path: RootPath | None = Field(
         default=None, description="The --root-path of vLLM: its routes are edited with and without this prefix."
     )
 
@@ -124,6 +127,13 @@ class Policy(PolicyModel):
     def as_json(self) -> str:
         """The policy as text: equal texts are equal policies."""
         return self.model_dump_json()
+
+    def below(self, root_path: str | None) -> "Policy":
+        """Return this policy for a vLLM with that root path, unless the policy sets one itself."""
+        if root_path is None or self.routes.root_path is not None:
+            return self
+        routes = self.routes.model_copy(update={"root_path": root_path})
+        return Policy.model_construct(**{**dict(self), "routes": routes})
 
     @property
     def default_value(self) -> int | None:

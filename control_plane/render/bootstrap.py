@@ -41,7 +41,9 @@ def node_metadata(policy: Policy, placement: Placement) -> Resource:
         "upstream": str(placement.upstream),
         "labels": dict(placement.labels),
         "report_header": ManagedEnvoy.of(policy).report_header,
-    } | ({"policy": placement.policy_name} if placement.policy_name else {})
+        **({"policy": placement.policy_name} if placement.policy_name else {}),
+        **({"root_path": placement.root_path} if placement.root_path else {}),
+    }
 
 
 def max_heap(placement: Placement) -> int:

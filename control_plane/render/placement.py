@@ -123,6 +123,8 @@ class Placement:
     node_id: str = "vllm-priority"
     labels: Mapping[str, str] = field(default_factory=dict)
     policy_name: str | None = None
+    root_path: str | None = None
+    """vLLM's --root-path, for a policy that sets none."""
     access_log: str = "/dev/stdout"
     max_connections: int = 50_000
     spread: bool = False

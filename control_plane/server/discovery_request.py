@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from control_plane.address import Address
 from control_plane.errors import BadInput
+from control_plane.policy.model import RootPath
 from control_plane.render.filter import FILTER_NAME
 from control_plane.render.placement import DEFAULT_LISTEN, DEFAULT_UPSTREAM, MAX_LABELS
 from control_plane.server.bounded_cache import BoundedCache
@@ -43,6 +44,8 @@ class ResourceKey:
     upstream: Address | None
     report_header: str = ""
     """The response header that the client's bootstrap adds. Only for extension configurations."""
+    root_path: RootPath | None = None
+    """vLLM's --root-path, for a policy that sets none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,7 @@ class _Metadata(_Message):
     listen: _Address = None
     upstream: _Address = None
     report_header: _Text | None = None
+    root_path: RootPath | None = None
     probe: bool = False
 
 
@@ -141,6 +145,7 @@ def decode(type_name: str, body: bytes) -> DiscoveryRequest:
             _address(metadata.listen, "listen", DEFAULT_LISTEN[role]) if has_place else None,
             _address(metadata.upstream, "upstream", DEFAULT_UPSTREAM[role]) if has_place else None,
             "" if has_place else metadata.report_header or "",
+            metadata.root_path,
         )
     error_line = " ".join(message.error_detail.message.split())[:500] if message.error_detail else ""
     texts = (

@@ -118,12 +118,12 @@ class Snapshot:
             )
         else:
             # The identity of the policy is enough, because the policies live as long as this snapshot.
-            content = key.type_name, key.role, id(policy), key.listen, key.upstream, key.report_header
+            content = key.type_name, key.role, id(policy), key.listen, key.upstream, key.report_header, key.root_path
             rendered = self._rendered.get(content)
             if rendered is None:
                 if size is not None and not self._may_render():
                     return _BUSY
-                rendered = _render(key, policy)
+                rendered = _render(key, policy.below(key.root_path))
                 self._rendered.add(content, rendered)
             response = rendered
         self._responses.add(key, response, size or 0)

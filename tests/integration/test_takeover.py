@@ -56,6 +56,20 @@ def find_port(pod: Pod, target: Any, protocol: str = "TCP", version: tuple[int, 
     return None
 
 
+@pytest.mark.parametrize("version", ["1.28", "1.34"])
+def test_in_mode_swap_names_and_numbers_lead_to_the_sidecar(version: str) -> None:
+    pod = injected(version, "swap")
+    containers = [*pod["spec"]["containers"], *pod["spec"].get("initContainers", ())]
+    sidecar = next(container for container in containers if container["name"] == "vllm-priority")
+    vllm = next(container for container in containers if container["name"] == "vllm")
+    assert (
+        sidecar["ports"][0]["containerPort"] == find_port(pod, "http", version=(1, 34)) == find_port(pod, 8000) == 8000
+    )
+    assert [*vllm["command"], *vllm.get("args", [])] == ["vllm", "serve", "tiny", "--port", "18001"]
+    for probe in ("readinessProbe", "livenessProbe", "startupProbe"):
+        assert probe_port(vllm, vllm[probe]) == 18001, "a probe of vLLM still means vLLM"
+
+
 def probe_port(container: Any, handler: Any) -> int | None:
     """The port of a probe or hook, as the kubelet's ResolveContainerPort has it: by the names of this container."""
     port = (handler.get("httpGet") or handler.get("tcpSocket"))["port"]
@@ -92,7 +106,8 @@ def test_a_native_sidecars_port_name_is_not_found_before_1_33() -> None:
 
 
 def test_a_service_by_number_bypasses_the_sidecar_and_causes_a_warning() -> None:
-    pod = {**POD, "metadata": {"labels": {"app": "engine"}}}
+    annotations = {"vllm-priority.io/mode": "takeover"}
+    pod = {**POD, "metadata": {"labels": {"app": "engine"}, "annotations": annotations}}
     mutation = mutate(pod, Policies(), InjectorSettings(kubernetes_version="1.35"))
     assert find_port(mutation.pod, 8000) == 8000
     assert any("8000 bypasses it" in warning for warning in mutation.messages)
@@ -111,7 +126,7 @@ def test_the_probes_of_the_sidecar_find_its_health_listener(version: str) -> Non
     assert probe_port(sidecar, sidecar["readinessProbe"]) == probe_port(sidecar, sidecar["livenessProbe"]) == 19002
 
 
-@pytest.mark.parametrize("mode", ["takeover", "redirect", "port"])
+@pytest.mark.parametrize("mode", ["swap", "takeover", "redirect", "port"])
 @pytest.mark.parametrize("version", ["1.32", "1.35"])
 def test_kubernetes_accepts_the_pod(version: str, mode: str) -> None:
     kubernetes_validate.validate(injected(version, mode), "1.35", strict=True)

@@ -43,6 +43,13 @@ SETTINGS = InjectorSettings(kubernetes_version="1.35")
 LABEL = {"vllm-priority.io/inject": "true"}
 ENGINE = ["vllm", "serve", "tiny", "--port", "8000"]
 RENDER = ["vllm", "launch", "render", "tiny"]
+LEADER_OR_WORKER = """
+if [ "$LWS_WORKER_INDEX" = 0 ]; then
+  vllm serve tiny --data-parallel-size 2
+else
+  vllm serve tiny --data-parallel-size 2 --headless
+fi
+"""
 
 
 def vllm(**changes: Any) -> dict[str, Any]:
@@ -208,7 +215,7 @@ def test_a_pod_that_cannot_have_a_sidecar_is_admitted_with_a_warning(pod: dict[s
 
 
 def test_the_status_annotation_says_what_was_done_and_warns_with_codes() -> None:
-    mutation = change(make_pod(asked={"role": "engine"}))
+    mutation = change(make_pod(asked={"role": "engine", "mode": "takeover"}))
     assert mutation.pod["metadata"]["annotations"]["vllm-priority.io/status"] == (
         "injected: mode takeover, engine sidecar on port 18001, vLLM on port 8000."
         f" NumericTargetsBypass: {mutation.messages[0]}"
@@ -294,6 +301,13 @@ def test_a_second_call_changes_nothing() -> None:
         (make_pod(restartPolicy="Never"), "ml", Reason.WOULD_NOT_COMPLETE),
         (make_pod(labels={f"l{n}": "x" * 4000 for n in range(40)}), "ml", Reason.CONFIGURATION_TOO_LARGE),
         (make_pod(asked={"mode": "redirect"}), "ml", Reason.REDIRECT_UNAVAILABLE),
+        (make_pod(vllm(command=["vllm", "serve", "x", "--headless"])), "ml", Reason.SERVES_NOTHING),
+        (make_pod(vllm(command=["sh", "-c", LEADER_OR_WORKER])), "ml", Reason.LEADER_UNKNOWN),
+        (make_pod(vllm(command=[*ENGINE, "--grpc"])), "ml", Reason.NOT_HTTP),
+        (make_pod(vllm(command=[*ENGINE, "--ssl-certfile=/tls.crt"])), "ml", Reason.UPSTREAM_TLS),
+        (make_pod(vllm(command=["vllm", "serve", "x"], ports=[{"containerPort": 1}])), "ml", Reason.PORT_UNKNOWN),
+        (make_pod(vllm(command=["/start.sh"]), asked={"mode": "swap"}), "ml", Reason.SWAP_UNAVAILABLE),
+        (make_pod(vllm(command=["/start.sh"], ports=None)), "ml", Reason.UNREACHABLE),
     ],
 )
 def test_a_pod_that_is_not_injected_says_why_with_a_code(pod: dict[str, Any], namespace: str, reason: Reason) -> None:
@@ -377,17 +391,18 @@ def test_a_listen_port_that_is_in_use_is_rejected() -> None:
 
 def test_the_next_free_port_replaces_a_default_that_is_in_use() -> None:
     ports = [{"name": "http", "containerPort": 8000}, *({"containerPort": n} for n in (18001, 19001, 19002))]
-    mutation = change(make_pod(vllm(ports=ports)))
+    mutation = change(make_pod(vllm(ports=ports), asked={"mode": "takeover"}))
     assert listening(mutation.pod) == {"vllm_priority": 18002, "health": 19003, "admin": 19004}
     assert any("port 18001 is in use" in warning for warning in mutation.messages)
 
 
 def test_a_port_that_only_the_command_names_is_in_use() -> None:
-    mutation = change(make_pod(vllm(command=["vllm", "serve", "tiny", "--port=18001"], ports=None)))
+    takeover = {"mode": "takeover"}
+    mutation = change(make_pod(vllm(command=["vllm", "serve", "tiny", "--port=18001"], ports=None), asked=takeover))
     assert upstream_of(mutation.pod) == 18001
     assert listening(mutation.pod)["vllm_priority"] == 18002
     other = {"name": "router", "image": "x/y", "command": ["router", "--port", "18001"]}
-    assert listening(change(make_pod(vllm(), other)).pod)["vllm_priority"] == 18002
+    assert listening(change(make_pod(vllm(), other, asked=takeover)).pod)["vllm_priority"] == 18002
 
 
 # ---- Which container, which role, which port -----------------------------------------------------------------------
@@ -415,7 +430,7 @@ def test_the_role_follows_from_the_command_with_a_warning(container: dict[str, A
 def test_a_requested_role_is_used_without_a_warning() -> None:
     mutation = change(make_pod(asked={"role": "render"}))
     assert config_of(mutation.pod)["node"]["metadata"]["role"] == "render"
-    assert listening(mutation.pod)["vllm_priority"] == 18000
+    assert upstream_of(mutation.pod) == 18000, "the port that a render server gets"
     assert not any("taken for" in warning for warning in mutation.messages)
 
 
@@ -424,17 +439,17 @@ def test_two_vllm_containers_are_rejected_unless_a_port_tells_them_apart() -> No
     response = answer(make_pod(vllm(), second))
     assert response["allowed"] is False
     assert "2 containers run vLLM (vllm, two)" in response["status"]["message"]
-    assert upstream_of(change(make_pod(vllm(), second, asked={"upstream-port": "8100"})).pod) == 8100
+    assert upstream_of(change(make_pod(vllm(), second, asked={"upstream-port": "8100", "mode": "port"})).pod) == 8100
 
 
 def test_a_container_beside_vllm_is_not_taken_for_it() -> None:
     exporter = {"name": "exporter", "image": "x/exporter:1", "ports": [{"name": "metrics", "containerPort": 9400}]}
-    assert upstream_of(change(make_pod(exporter, vllm())).pod) == 8000
+    assert upstream_of(change(make_pod(exporter, vllm(), asked={"mode": "takeover"})).pod) == 8000
 
 
 def test_a_headless_worker_is_not_taken_for_a_server() -> None:
     worker = vllm(name="worker", command=[*ENGINE, "--headless"], ports=None)
-    assert upstream_of(change(make_pod(worker, vllm())).pod) == 8000
+    assert upstream_of(change(make_pod(worker, vllm(), asked={"mode": "takeover"})).pod) == 8000
 
 
 def test_several_containers_without_vllm_are_rejected() -> None:
@@ -452,7 +467,7 @@ def test_a_failure_that_is_ignored_becomes_a_warning() -> None:
     ("asked", "said"),
     [
         ({"role": "front"}, "must be one of: render, engine"),
-        ({"mode": "magic"}, "must be one of: takeover, redirect, port"),
+        ({"mode": "magic"}, "must be one of: auto, swap, takeover, redirect, port"),
         ({"native": "yes"}, "must be one of: true, false"),
         ({"listen-port": "80"}, "Use a number from 1024 to 65535"),
         ({"listen-port": "eighty"}, "Use a number from 1024 to 65535"),
@@ -527,7 +542,7 @@ def test_takeover_moves_the_name_and_gives_its_users_the_number() -> None:
         startupProbe={"httpGet": {"path": "/health", "port": 8000}},
         lifecycle={"postStart": http, "preStop": {"httpGet": {"path": "/x", "port": "metrics"}}},
     )
-    pod = change(make_pod(container)).pod
+    pod = change(make_pod(container, asked={"mode": "takeover"})).pod
     app = pod["spec"]["containers"][0]
     assert [(p["name"], p["containerPort"]) for p in app["ports"]] == [("app-8000", 8000), ("metrics", 9000)]
     assert app["livenessProbe"] == {"httpGet": {"path": "/health", "port": 8000}, "periodSeconds": 7}
@@ -541,7 +556,9 @@ def test_takeover_moves_the_name_and_gives_its_users_the_number() -> None:
 
 
 def test_the_record_says_what_was_done() -> None:
-    record = json.loads(change(make_pod()).pod["metadata"]["annotations"]["vllm-priority.io/injected"])
+    record = json.loads(
+        change(make_pod(asked={"mode": "takeover"})).pod["metadata"]["annotations"]["vllm-priority.io/injected"]
+    )
     assert record == {
         "container": "vllm",
         "role": "engine",
@@ -550,13 +567,13 @@ def test_the_record_says_what_was_done() -> None:
         "portName": "http",
         "portRenamedTo": "app-8000",
         "addedHook": "lifecycle",
-        "created": ["annotations", "initContainers"],
+        "created": ["initContainers"],
     }
 
 
 def test_the_new_name_of_the_port_is_unique() -> None:
     ports = [{"name": "http", "containerPort": 8000}, {"name": "app-8000", "containerPort": 9000}]
-    pod = change(make_pod(vllm(ports=ports))).pod
+    pod = change(make_pod(vllm(ports=ports), asked={"mode": "takeover"})).pod
     assert [port["name"] for port in pod["spec"]["containers"][0]["ports"]] == ["app-8000-0", "app-8000"]
     valid(pod)
 
@@ -569,12 +586,12 @@ def test_a_port_name_of_two_containers_is_rejected() -> None:
 def test_takeover_warns_that_numeric_targets_bypass_the_sidecar() -> None:
     assert any(
         "only what targets the port name 'http' reaches the sidecar" in w and "8000 bypasses it" in w
-        for w in answer(make_pod())["warnings"]
+        for w in answer(make_pod(asked={"mode": "takeover"}))["warnings"]
     )
 
 
 def test_takeover_of_a_port_without_a_name_warns_that_nothing_reaches_the_sidecar() -> None:
-    mutation = change(make_pod(vllm(ports=[{"containerPort": 8000}])))
+    mutation = change(make_pod(vllm(ports=[{"containerPort": 8000}]), asked={"mode": "takeover"}))
     assert any("port 8000 has no name to take over" in w and "'vllm-priority'" in w for w in mutation.messages)
     assert sidecar_of(mutation.pod)["ports"][0]["name"] == "vllm-priority"
 
@@ -589,7 +606,7 @@ NO_SELECTOR = {"metadata": {"name": "by hand"}, "spec": {"ports": [{"port": 8000
 
 @pytest.mark.parametrize("target", [8000, None])
 def test_a_service_that_targets_the_number_is_named(target: Any) -> None:
-    mutation = change(make_pod(), services=[service(target)])
+    mutation = change(make_pod(asked={"mode": "takeover"}), services=[service(target)])
     assert any("Service llm targets the number 8000" in warning for warning in mutation.messages)
 
 
@@ -597,13 +614,13 @@ def test_a_service_that_targets_the_number_is_named(target: Any) -> None:
     "services", [[], [service("http")], [service(8000, app="other")], [service(18001)], [NO_SELECTOR]]
 )
 def test_services_that_reach_the_sidecar_cause_no_warning(services: list[dict[str, Any]]) -> None:
-    mutation = change(make_pod(asked={"role": "engine"}), services=services)
+    mutation = change(make_pod(asked={"role": "engine", "mode": "takeover"}), services=services)
     assert mutation.messages == []
 
 
 def test_redirect_can_be_chosen_for_numeric_services() -> None:
     chosen = InjectorSettings(kubernetes_version="1.35", numeric_services="redirect")
-    mutation = change(make_pod(), chosen, [service(8000)])
+    mutation = change(make_pod(vllm(command=["/start.sh"])), chosen, [service(8000)])
     assert [c["name"] for c in mutation.pod["spec"]["initContainers"]] == ["vllm-priority-redirect", "vllm-priority"]
     assert any("redirect is used" in warning for warning in mutation.messages)
     kept = change(make_pod(asked={"mode": "takeover"}), chosen, [service(8000)])
@@ -618,14 +635,19 @@ def test_every_value_that_json_reads_can_be_encoded(value: Any) -> None:
 
 def test_takeover_warns_that_a_host_port_bypasses_the_sidecar() -> None:
     port = {"name": "http", "containerPort": 8000, "hostPort": 8000}
-    assert any("hostPort 8000 bypasses" in warning for warning in change(make_pod(vllm(ports=[port]))).messages)
+    assert any(
+        "hostPort 8000 bypasses" in warning
+        for warning in change(make_pod(vllm(ports=[port]), asked={"mode": "takeover"})).messages
+    )
 
 
 @pytest.mark.parametrize(
     ("pod", "codes"),
     [
-        (make_pod(), ["RoleGuessed", "NumericTargetsBypass"]),
-        (make_pod(vllm(ports=None), asked={"role": "engine"}), ["PortGuessed", "NotReached"]),
+        (make_pod(), ["RoleGuessed"]),
+        (make_pod(vllm(command=["/start.sh"])), ["RoleGuessed", "NumericTargetsBypass"]),
+        (make_pod(vllm(ports=None), asked={"role": "engine", "mode": "takeover"}), ["NotReached"]),
+        (make_pod(vllm(ports=None, command=["vllm", "serve", "x"]), asked={"role": "engine"}), ["PortGuessed"]),
         (make_pod(asked={"role": "engine", "mode": "redirect"}), ["RedirectNeedsNetAdmin"]),
         (make_pod(asked={"role": "engine", "mode": "port"}), ["NotReached"]),
         (make_pod(hostNetwork=True), ["NotInjected"]),
@@ -809,8 +831,8 @@ def test_the_configuration_is_the_bootstrap_of_this_policy_and_these_labels() ->
         pod = change(make_pod(labels={"tier": tier}, asked={"role": "engine"})).pod
         placement = Placement(
             role="engine",
-            listen=Address("0.0.0.0", 18001),
-            upstream=Address("127.0.0.1", 8000),
+            listen=Address("0.0.0.0", 8000),
+            upstream=Address("127.0.0.1", 18001),
             admin=Address("127.0.0.1", 19001),
             health=Address("0.0.0.0", 19002),
             labels={**LABEL, "tier": tier},

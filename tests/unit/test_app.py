@@ -243,9 +243,15 @@ def owned_pod(**spec: Any) -> dict[str, Any]:
     """A pod that a ReplicaSet creates, with a label that a Service selects."""
     owner = {"apiVersion": "apps/v1", "kind": "ReplicaSet", "name": "m-5f", "uid": "u-1", "controller": True}
     labels = {**POD["metadata"]["labels"], "app": "vllm"}
+    annotations = {"vllm-priority.io/mode": "takeover"}  # a mode that warns
     return {
         **POD,
-        "metadata": {**POD["metadata"], "labels": labels, "ownerReferences": [owner]},
+        "metadata": {
+            **POD["metadata"],
+            "labels": labels,
+            "annotations": annotations,
+            "ownerReferences": [owner],
+        },
         "spec": {**POD["spec"], **spec},
     }
 
@@ -323,7 +329,7 @@ def test_events_that_wait_are_bounded() -> None:
 
 
 def test_injections_are_counted_by_namespace_result_and_reason(client: TestClient) -> None:
-    for pod in (POD, owned_pod(hostNetwork=True), {**POD, "metadata": {}}):
+    for pod in (owned_pod(), owned_pod(hostNetwork=True), {**POD, "metadata": {}}):
         client.post("/inject", json=review(pod))
     wrong = {**POD["metadata"], "annotations": {"vllm-priority.io/role": "x"}}
     client.post("/inject", json=review({**POD, "metadata": wrong}))

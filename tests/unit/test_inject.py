@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from control_plane.address import Address
-from control_plane.errors import BadInput
-from control_plane.injector.manifests import TEMPLATES, inject_stream, uninject_stream
+from control_plane.errors import BadInput, CheckFailed
+from control_plane.injector.manifests import inject_stream, uninject_stream
 from control_plane.injector.settings import InjectorSettings
 from control_plane.policy.model import Policies
 
@@ -106,6 +106,24 @@ spec:
     ports: [ {port: 80,targetPort: http} ]
 """
 
+WORKLOAD = (("spec", "template"),)
+TEMPLATES: dict[str, tuple[tuple[str, ...], ...]] = {
+    "Pod": ((),),
+    "PodTemplate": (("template",),),
+    **dict.fromkeys(("Deployment", "StatefulSet", "DaemonSet", "ReplicaSet", "ReplicationController", "Job"), WORKLOAD),
+    "Rollout": WORKLOAD,
+    "CloneSet": WORKLOAD,
+    "CronJob": (("spec", "jobTemplate", "spec", "template"),),
+    "LeaderWorkerSet": (
+        ("spec", "leaderWorkerTemplate", "leaderTemplate"),
+        ("spec", "leaderWorkerTemplate", "workerTemplate"),
+    ),
+    "RayCluster": (("spec", "headGroupSpec", "template"),),
+    "RayService": (("spec", "rayClusterConfig", "headGroupSpec", "template"),),
+    "RayClusterFleet": (("spec", "template", "spec", "headGroupSpec", "template"),),
+}
+"""A kind -> the paths of its pod templates. Those of KubeRay's workers and AIBrix's roles stand in lists."""
+
 TEMPLATED = "{{- if .Values.x }}\nkind: Widget\n{{- end }}\n"
 
 
@@ -165,14 +183,15 @@ def test_a_sidecar_with_a_token_comes_out_again_with_its_volume(volumes: str) ->
 def test_all_that_need_not_change_keeps_its_layout() -> None:
     lines = injected(DEPLOYMENT).splitlines()
     moved = {
+        "        - containerPort: 8000",
         "          name: http",
         "          httpGet: {path: /health, port: http}",
         "            port: http # by name",
     }
     missing = [line for line in DEPLOYMENT.splitlines() if line not in lines and line not in moved]
     assert missing == []
-    assert "            port: 8000 # by name" in lines
-    assert "          httpGet: {path: /health, port: 8000}" in lines
+    assert "            port: 18001 # by name" in lines
+    assert "          httpGet: {path: /health, port: 18001}" in lines
 
 
 @pytest.mark.parametrize("kind", TEMPLATES)
@@ -324,7 +343,7 @@ def test_the_sidecar_can_be_taken_out_of_what_kubectl_returns() -> None:
     assert json.loads(uninject_stream(json.dumps(document))[0]) == expected
 
 
-@pytest.mark.parametrize("mode", ["takeover", "redirect", "port"])
+@pytest.mark.parametrize("mode", ["auto", "swap", "takeover", "redirect", "port"])
 @pytest.mark.parametrize("native", ["true", "false"])
 def test_the_sidecar_can_be_taken_out_in_every_mode(mode: str, native: str) -> None:
     asked = {"vllm-priority.io/mode": mode, "vllm-priority.io/native": native}
@@ -344,7 +363,7 @@ def test_the_label_declines_the_sidecar_and_asks_for_it() -> None:
 
 def test_a_warning_names_the_object() -> None:
     notes = inject_stream(DEPLOYMENT, Policies(), SETTINGS)[1]
-    assert any(note.startswith("Deployment/engine: only what targets the port name 'http'") for note in notes)
+    assert any(note.startswith("Deployment/engine: container 'vllm' is taken for an engine") for note in notes)
 
 
 @pytest.mark.parametrize(
@@ -363,7 +382,7 @@ def test_a_warning_names_the_object() -> None:
 )  # fmt: skip
 def test_an_error_is_one_line_that_says_where_it_is(text: str, said: str) -> None:
     text = text.replace("    spec: [", "spec: [")
-    with pytest.raises(BadInput) as caught:
+    with pytest.raises((BadInput, CheckFailed)) as caught:
         inject_stream(textwrap.dedent(text), Policies(), SETTINGS)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)

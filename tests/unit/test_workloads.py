@@ -86,5 +86,7 @@ def test_excluded_namespaces_get_no_warning(namespace: str) -> None:
 
 
 def test_a_template_that_is_not_valid_is_a_warning_and_never_an_error() -> None:
-    (warning,) = warnings(workload("Deployment", {"template": {"metadata": {"labels": LABEL}, "spec": {}}}))
+    (warning,) = warnings(
+        workload("Deployment", {"template": {"metadata": {"labels": LABEL}, "spec": {"containers": [{"name": 5}]}}})
+    )
     assert warning.code == WarningCode.NOT_INJECTED

@@ -1,0 +1,115 @@
+"""The shapes of manifests that people have, each small and written by hand, and what the injector does with them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from control_plane.errors import CheckFailed
+from control_plane.injector.manifests import inject_stream, uninject_stream
+from control_plane.injector.settings import InjectorSettings
+from control_plane.policy.model import Policies
+
+FOLDER = Path(__file__).parents[1] / "manifests"
+
+# file -> for each sidecar its mode, role, vLLM's port and vLLM's port before; or the reasons why there is none
+EXPECTED: dict[str, list[tuple[str, str, int, int | None]] | list[str]] = {
+    "aibrix-storm-service": [("swap", "engine", 18001, 8000), ("swap", "engine", 18001, 8000)],
+    "argo-rollout": [("swap", "engine", 18001, 8000)],
+    "batch-beside-deployment": [("swap", "engine", 18001, 8000)],
+    "cron-job": [("swap", "engine", 18001, 9000)],
+    "custom-kinds-without-template": ["NoPodTemplate", "NoPodTemplate"],
+    "frontend-module": [("swap", "engine", 18001, 8000)],
+    "grpc-module": ["NotHttp"],
+    "grpc-option": ["NotHttp"],
+    "headless-worker": ["ServesNothing"],
+    "host-network": ["HostNetwork"],
+    "host-port": [("swap", "engine", 18001, 8000)],
+    "https-probe": ["UpstreamTls"],
+    "kserve-inference-service-pod": [("swap", "engine", 18001, 8080)],
+    "kserve-llm-inference-service-tls": ["UpstreamTls"],
+    "kuberay-cluster": [("swap", "engine", 18001, 8000)],
+    "launch-render": [("swap", "render", 18000, 8000)],
+    "launch-tokens": [("swap", "engine", 18001, 8000)],
+    "leader-worker-set": [("swap", "engine", 18001, 8080)],
+    "leader-worker-set-one-template": ["LeaderUnknown"],
+    "llm-d-modelservice": [("swap", "engine", 18001, 8200)],
+    "low-port": [("takeover", "engine", 80, None)],
+    "metrics-first": [("swap", "engine", 18001, 8000)],
+    "metrics-first-without-option": [("swap", "engine", 18001, 8000)],
+    "numeric-targets": [("swap", "engine", 18001, 8000)],
+    "port-by-probe": [("swap", "engine", 18001, 8100)],
+    "port-by-variable": [("swap", "engine", 18001, 8081)],
+    "port-not-declared": ["PortUnknown"],
+    "port-twice": [("swap", "engine", 18001, 8000)],
+    "port-unknown": ["PortUnknown"],
+    "positional-parameters": [("swap", "engine", 18001, 8000)],
+    "production-stack-engine": [("swap", "engine", 18002, 8000)],
+    "rust-frontend": [("swap", "engine", 18001, 8000)],
+    "schemas-and-data": [],
+    "serving-job": [("swap", "engine", 18001, 8000)],
+    "several-ports-per-server": [("takeover", "engine", 8000, None)],
+    "sglang": [("swap", "engine", 18001, 30000)],
+    "shell-nested": [("takeover", "engine", 8000, None)],
+    "shell-wrapped": [("swap", "engine", 18001, 8080)],
+    "stateful-set": [("swap", "engine", 18001, 8000)],
+    "two-servers": ["PortUnknown"],
+    "unix-socket": ["NotHttp"],
+    "unknown-command": ["NoVllmContainer"],
+    "unknown-command-without-name": ["Unreachable"],
+    "vllm-docs-deployment": [("swap", "engine", 18001, 8000)],
+}
+
+
+def found(value: Any, key: str) -> list[Any]:
+    """Every value of a key, wherever it is."""
+    if isinstance(value, dict):
+        below = [entry for entries in value.values() for entry in found(entries, key)]
+        return ([value[key]] if key in value else []) + below
+    return [entry for item in value for entry in found(item, key)] if isinstance(value, list) else []
+
+
+def test_every_manifest_is_in_the_table() -> None:
+    assert {path.stem for path in FOLDER.glob("*.yaml")} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_shape_is_injected_or_the_reason_is_named_and_uninject_gives_the_bytes_back(name: str) -> None:
+    text = (FOLDER / f"{name}.yaml").read_text()
+    expected = EXPECTED[name]
+    try:
+        written, notes = inject_stream(text, Policies(), InjectorSettings(kubernetes_version="1.34"))
+    except CheckFailed as error:
+        written, notes = text, [str(error)]
+    records = [json.loads(record) for record in found(list(yaml.safe_load_all(written)), "vllm-priority.io/injected")]
+    sidecars = [(r["mode"], r["role"], r["upstreamPort"], r.get("portBefore")) for r in records]
+    if expected and isinstance(expected[0], str):
+        assert not sidecars
+        assert sum(note.count(f"({reason})") for reason in set(expected) for note in notes) == len(expected), notes
+    else:
+        assert sidecars == expected
+    assert uninject_stream(written)[0] == text
+
+
+@pytest.mark.parametrize("name", [name for name, rows in EXPECTED.items() if rows and rows[0][0] == "swap"])
+def test_in_mode_swap_the_sidecar_has_vllms_port_and_vllm_another_one(name: str) -> None:
+    text = (FOLDER / f"{name}.yaml").read_text()
+    written, _ = inject_stream(text, Policies(), InjectorSettings(kubernetes_version="1.34"))
+    documents = list(yaml.safe_load_all(written))
+    records = [json.loads(record) for record in found(documents, "vllm-priority.io/injected")]
+    containers = [entry for group in ("containers", "initContainers") for entries in found(documents, group)
+                  for entry in entries]  # fmt: skip
+    sidecars = [entry for entry in containers if entry["name"] == "vllm-priority"]
+    assert len(sidecars) == len(records)
+    for sidecar, record in zip(sidecars, records, strict=True):
+        assert sidecar["ports"][0]["containerPort"] == record["portBefore"]
+        vllm = next(entry for entry in containers if entry["name"] == record["container"])
+        assert str(record["upstreamPort"]) in str(vllm.get("command", "")) + str(vllm.get("args", ""))
+        # A hostPort stays where it was declared, and leads to the sidecar.
+        declared = [port["containerPort"] for port in vllm.get("ports", ()) if "hostPort" not in port]
+        assert record["portBefore"] not in declared
+        for probe in ("livenessProbe", "readinessProbe", "startupProbe"):
+            port = vllm.get(probe, {}).get("httpGet", {}).get("port", record["upstreamPort"])
+            assert port == record["upstreamPort"], "a probe of vLLM still means vLLM"
