@@ -822,7 +822,7 @@ def test_a_pod_has_the_lua_once() -> None:
     pod = make_pod()
     injected = change(pod, replace(SETTINGS, control_plane=Address("vllm-priority.vllm-priority.svc", 8080))).pod
     added = len(encode_json(injected)) - len(encode_json(pod))
-    assert added < 80_000, f"the sidecar's part of a pod has {added} bytes"
+    assert added < 85_000, f"the sidecar's part of a pod has {added} bytes"
     assert json.dumps(injected).count("local json_scan = (function") == 1
 
 
