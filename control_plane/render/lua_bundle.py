@@ -83,6 +83,8 @@ def library(*, with_trust: bool) -> str:
     """
     parts = ["local settings, script = ...\n"]
     for name in _NEEDS:
+        if name == "poll_token":  # A script of its own, for another filter: it would replace envoy_on_request here.
+            continue
         if name in _ENTRIES:
             parts.append(f'if script == "{_ENTRIES[name]}" then\n{_call(name)}end\n')
         elif name == "trust" and not with_trust:

@@ -17,7 +17,7 @@ from control_plane.render.filter import (
     filter_script,
     filter_settings,
 )
-from control_plane.render.lua_bundle import Script, Setting, bundle, lua_literal
+from control_plane.render.lua_bundle import Script, Setting, bundle, library, lua_literal
 from control_plane.vllm import ROLES, Role
 
 
@@ -133,3 +133,11 @@ def test_the_same_policy_makes_the_same_script() -> None:
     one = parse_policies("{classes: {a: 1, b: 2}, default: a}").default
     other = parse_policies("{default: a, classes: {b: 2, a: 1}}").default
     assert bundle(filter_settings(one, "render", None)) == bundle(filter_settings(other, "render", None))
+
+
+@pytest.mark.parametrize("with_trust", [False, True])
+def test_the_shared_text_has_no_script_but_those_of_the_two_filters(with_trust: bool) -> None:
+    """The script of the polls defines envoy_on_request, too, and would replace the one that edits requests."""
+    text = library(with_trust=with_trust)
+    assert "token_file" not in text
+    assert text.count("function envoy_on_request(") == 2
