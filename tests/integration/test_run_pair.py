@@ -83,10 +83,15 @@ def ports(envoy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[
     return found
 
 
+def _as_in_a_terminal() -> None:
+    """Take SIGINT again: tests that a shell started in the background ignore it, and a script cannot trap it then."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def script(ports: dict[str, str], tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(["sh", SCRIPT], stderr=log, start_new_session=True)
+        process = subprocess.Popen(["sh", SCRIPT], stderr=log, start_new_session=True, preexec_fn=_as_in_a_terminal)
     try:
         end = time.monotonic() + 6 * WAIT
         while (tmp_path / "log").read_text().count("listens on") < 2 or not all(
@@ -148,7 +153,9 @@ def test_a_second_ctrl_c_ends_the_drain(script: subprocess.Popen[bytes], ports: 
     client = threading.Thread(target=post, args=[ports["18000"]])
     client.start()
     os.killpg(script.pid, signal.SIGINT)
+    end = time.monotonic() + 6 * WAIT
     while (tmp_path / "log").read_text().count("draining") < 2:
+        assert time.monotonic() < end, (tmp_path / "log").read_text()
         time.sleep(0.05)
     os.killpg(script.pid, signal.SIGINT)
     client.join()
