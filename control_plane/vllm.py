@@ -33,7 +33,9 @@ ENGINE_ROUTES = (GENERATE_ROUTE, "/cohere/v2/chat/render", *RENDER_ROUTES)
 RESPONSE_ROUTES = frozenset({"/v1/messages/render"})
 """Routes whose request cannot carry a priority. Their response, a GenerateRequest, can."""
 
-READS_HEADER = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+READS_HEADER = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/cohere/v2/chat"}
+)
 """Routes on which vLLM reads the header itself, so that a second reader could only disagree with it."""
 
 READS_HEADER_ONLY = frozenset({"/v1/messages"})
@@ -44,6 +46,9 @@ BODY_ROUTES = (
     "/v1/chat/completions/batch", "/generative_scoring",
     "/v1/embeddings", "/pooling", "/classify", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
     "/v2/embed", "/v1/systemone",
+    # A chat or a pooling request by its body (vllm/entrypoints/sagemaker). For a chat, vLLM reads the header, too: none
+    # may be left on it.
+    "/invocations",
 )  # fmt: skip
 
 REJECTS_MEMBER = frozenset({"/v1/decisions"})

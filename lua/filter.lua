@@ -296,7 +296,7 @@ function envoy_on_request(handle)
     elseif settings.reject_invalid then
       return reject(handle, headers, named, route)
     else
-      if vllm_reads_header then
+      if settings.enforces_ordinary then
         headers:remove(HEADER) -- vLLM reads some integers that are rejected here
       end
       if settings.body == "accept" then

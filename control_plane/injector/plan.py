@@ -130,9 +130,7 @@ def make_plan(
         listen=ports.listen,
         health=ports.health,
         port_before=server.port,
-        edits=[
-            edit for start in server.invocations if traffic.mode == "swap" for edit in start.with_port(ports.upstream)
-        ],
+        edits=_edits(server, ports.upstream) if traffic.mode == "swap" else [],
         port_name=traffic.port_name,
         taken_name=traffic.taken_name,
         config=config.replace(drain.path, Drain(token).path),
@@ -224,6 +222,12 @@ def _ports(request: InjectionRequest, server: Server, traffic: Traffic, spec: Sp
     used |= {upstream, listen}
     health = _free(HEALTH_PORT, used)
     return _Ports(upstream, listen, health, _free(DEFAULT_ADMIN[server.role].port, used | {health})), warnings
+
+
+def _edits(server: Server, port: int) -> list[Edit]:
+    """What gives vLLM another port. Two servers of a script may share words, as with "$@": each of these changes once."""
+    by_server = dict.fromkeys(tuple(start.with_port(port)) for start in server.invocations)
+    return [edit for edits in by_server for edit in edits]
 
 
 def _free(wanted: int, used: set[int]) -> int:

@@ -97,7 +97,9 @@ class Container(Partial):
         declared = {port.containerPort for port in self.ports or ()}
         options = re.findall(r"port[= ]['\"]?([0-9]{1,5})\b", self.command_line, re.IGNORECASE)
         variables = [value for name, value in self.environment.items() if value and "PORT" in name.upper()]
-        return declared | {int(text) for text in (*options, *variables) if re.fullmatch("[0-9]{1,5}", text)}
+        texts = (self.command_line, *(value for value in self.environment.values() if value))
+        addresses = [port for text in texts for port in re.findall(r":([0-9]{1,5})\b", text)]
+        return declared | {int(text) for text in (*options, *variables, *addresses) if re.fullmatch("[0-9]{1,5}", text)}
 
     @property
     def http_probes(self) -> Iterator[tuple[int, bool]]:

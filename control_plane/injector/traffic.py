@@ -98,11 +98,17 @@ def direct_traffic(
     return Traffic(mode, taken_name, numeric), warnings
 
 
+_REACHED_BY_LOOPBACK = ("0.0.0.0", "::", "127.0.0.1", "localhost", "")
+"""Values of vLLM's --host with which it accepts what the sidecar sends."""
+
+
 def _obstacle_to_swap(request: InjectionRequest, server: Server) -> str:
     """Why vLLM cannot be given another port, as a sentence. Empty: it can."""
     name = f"container {server.container.name!r}"
     if not server.invocations or not all(start.understood for start in server.invocations):
         return f"the command of {name} does not show where vLLM's --port belongs."
+    if any(start.has("host") and start.value("host") not in _REACHED_BY_LOOPBACK for start in server.invocations):
+        return f"{name} listens on one address only (--host), and the sidecar sends to loopback."
     if server.port < MIN_LISTEN_PORT:
         return f"the sidecar has no privileges, so it cannot listen on port {server.port} in place of {name}."
     if request.listen_port is not None:

@@ -234,6 +234,15 @@ class Policy(PolicyModel):
         own = [tenant.range for tenant in tenants.rules.values() if tenant.range] if tenants else []
         if self.body == "clamp" and all(bounds.min is None and bounds.max is None for bounds in [self.range, *own]):
             raise ValueError("body: 'clamp' needs a bound. Set range.min or range.max.")
+        if self.ordinary == "enforce":
+            if self.header != PRIORITY_HEADER.lower():
+                raise ValueError(
+                    f"ordinary: 'enforce' needs the header that vLLM reads. Set header to {PRIORITY_HEADER.lower()}."
+                )
+            if self.keep_header:
+                raise ValueError(
+                    "keep_header: with ordinary: enforce, vLLM would read a kept header. Set keep_header to false."
+                )
         if self.engine == "sglang":
             if self.ordinary == "enforce":
                 raise ValueError("ordinary: 'enforce' is for vLLM, whose routes read the header. Use pass with sglang.")

@@ -68,6 +68,7 @@ def filter_settings(policy: Policy, role: Role, place: Place) -> dict[str, Setti
         **_own_settings(policy),
         "routes": policy.kinds(role),
         "body": policy.body,
+        "enforces_ordinary": policy.ordinary == "enforce",
         "trust": trust_settings(policy.trust) if policy.trust else None,
         "reject_untrusted": policy.trust is not None and policy.trust.otherwise == "reject",
         "tenant_header": policy.tenants.header if policy.tenants else None,

@@ -68,7 +68,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
         if events:
             await events.close()
 
-    app = _App(title="vllm-priority control plane", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = _App(title="vllm-priority control plane", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     poll_tokens = reviews or (token_files[0] if settings.token_file else None)
     app.fast_path = FastPath(
         app.serve_routes, settings, policy, services, fleet, injections, metrics, poll_tokens, api_tokens

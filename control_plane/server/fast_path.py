@@ -30,6 +30,8 @@ MAX_BODY_BYTES = 4 * 2**20
 _DISCOVERY = "/v3/discovery:"
 _INJECT = "/inject"
 _WORKLOADS = "/validate-workload"
+_OPEN = ("/healthz", "/readyz")
+"""What is served to everybody. All else needs a token: Starlette's routes match more than the path that they name."""
 _NOT_MODIFIED: Message = {"type": "http.response.start", "status": 304, "headers": []}
 _NO_STATUS_OVER_TLS = Verdict(
     403, "Status and metrics are served over TLS only with a token. Set --api-token-file, or use the plain listener."
@@ -91,7 +93,7 @@ class FastPath:
         elif path.startswith(_DISCOVERY):
             detail = f"{path[:200]!r} is not a valid discovery path. Use one of: {', '.join(self._types)}."
             await _send_detail(send, 404, detail)
-        elif path == "/metrics" or path.startswith("/api/"):
+        elif path not in _OPEN:
             if self._api_tokens:
                 verdict = await self._api_tokens.check(bearer(scope["headers"]))
             else:

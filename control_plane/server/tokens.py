@@ -173,7 +173,7 @@ def _expiry(token: str, audience: str) -> float:
         claims = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
         audiences = claims["aud"]
         return float(claims["exp"]) if audience in ([audiences] if isinstance(audiences, str) else audiences) else 0.0
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return 0.0
 
 

@@ -130,7 +130,6 @@ ORDINARY = [
     ("{ordinary: enforce, range: {min: 0, outside: clamp}}", "-9",
      "0; source=header; outcome=header_set; clamped", "0"),
     ("{ordinary: enforce, on_invalid: ignore}", "high", "none; outcome=invalid", None),
-    ("{ordinary: enforce, keep_header: true}", "5", "5; source=header; outcome=header_set", "5"),
     ("ordinary: enforce", None, "none; outcome=absent", None),
 ]  # fmt: skip
 
@@ -147,6 +146,31 @@ def test_on_ordinary_routes_vllm_gets_a_plain_integer_within_the_range(
         assert found.refusal is not None and found.refusal[0] == left
     else:
         assert (names(found), found.body) == ([left] if left is not None else [], body)
+
+
+@pytest.mark.parametrize(
+    ("path", "priority", "body", "report", "left"),
+    [
+        ("/invocations", "5", b"{}", "5; source=header; outcome=inserted", b'{"priority":5}'),
+        ("/invocations", None, b'{"priority":-99}', "-5; source=body; outcome=replaced; clamped", b'{"priority":-5}'),
+        ("/cohere/v2/chat", "5", b"{}", "5; source=header; outcome=header_set", b"{}"),
+        (
+            "/cohere/v2/chat",
+            None,
+            b'{"priority":-99}',
+            "-5; source=body; outcome=replaced; clamped",
+            b'{"priority":-5}',
+        ),
+    ],
+)
+def test_other_ways_to_a_chat_obey_the_policy_too(
+    path: str, priority: str | None, body: bytes, report: str, left: bytes
+) -> None:
+    found = send(f"{{ordinary: enforce, body: clamp, {BOUNDS}}}", body, priority, path=path)
+    assert (found.report, found.body) == (report, left)
+    assert names(found) == (["5"] if "header_set" in report else []), "vLLM reads the header on both"
+    ignored = send("{ordinary: enforce, on_invalid: ignore}", b"{}", "9" * 30, path=path)
+    assert names(ignored) == [], "vLLM would read it"
 
 
 def test_two_header_lines_leave_as_one() -> None:

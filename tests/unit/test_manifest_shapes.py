@@ -113,3 +113,38 @@ def test_in_mode_swap_the_sidecar_has_vllms_port_and_vllm_another_one(name: str)
         for probe in ("livenessProbe", "readinessProbe", "startupProbe"):
             port = vllm.get(probe, {}).get("httpGet", {}).get("port", record["upstreamPort"])
             assert port == record["upstreamPort"], "a probe of vLLM still means vLLM"
+
+
+def injected(command: str) -> str:
+    text = f"""apiVersion: v1
+kind: Pod
+metadata: {{name: m}}
+spec:
+  containers:
+    - name: vllm
+      image: vllm/vllm-openai:v0.33.0
+{command}
+      ports: [{{name: http, containerPort: 8000}}]
+"""
+    written, _ = inject_stream(text, Policies(), InjectorSettings(kubernetes_version="1.34"))
+    assert uninject_stream(written)[0] == text
+    return written
+
+
+def test_words_that_two_servers_share_change_once() -> None:
+    script = """      command: [sh, -c, 'vllm serve "$@" || vllm serve "$@"', --]
+      args: [m, --port, "8000"]"""
+    (args, *_) = found(list(yaml.safe_load_all(injected(script))), "args")
+    assert args[:3] == ["m", "--port", "18001"]
+
+
+def test_a_server_that_loopback_does_not_reach_keeps_its_port() -> None:
+    written = injected("      command: [vllm, serve, m, --host, $(POD_IP), --port, '8000']")
+    (record, *_) = found(list(yaml.safe_load_all(written)), "vllm-priority.io/injected")
+    assert json.loads(record)["mode"] == "takeover"
+
+
+def test_the_new_port_is_not_one_that_the_pod_names_elsewhere() -> None:
+    written = injected("      command: [vllm, serve, m]\n      env: [{name: KV, value: 'tcp://0.0.0.0:18001'}]")
+    (record, *_) = found(list(yaml.safe_load_all(written)), "vllm-priority.io/injected")
+    assert json.loads(record)["upstreamPort"] == 18002

@@ -297,6 +297,10 @@ TENANTS = "tenants: {{header: x-tenant, rules: {{batch: {{{}}}}}}}"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("{header: x-p, ordinary: enforce}",
+         "ordinary: 'enforce' needs the header that vLLM reads. Set header to x-vllm-priority."),
+        ("{keep_header: true, ordinary: enforce}",
+         "keep_header: with ordinary: enforce, vLLM would read a kept header. Set keep_header to false."),
         ("body: clamp", "body: 'clamp' needs a bound. Set range.min or range.max."),
         ("{engine: sglang, ordinary: enforce}",
          "ordinary: 'enforce' is for vLLM, whose routes read the header. Use pass with sglang."),
