@@ -225,7 +225,7 @@ def _ports(request: InjectionRequest, server: Server, traffic: Traffic, spec: Sp
 
 
 def _edits(server: Server, port: int) -> list[Edit]:
-    """What gives vLLM another port. Two servers of a script may share words, as with "$@": each of these changes once."""
+    """What gives vLLM another port. Words that two servers of a script share, as with "$@", change once."""
     by_server = dict.fromkeys(tuple(start.with_port(port)) for start in server.invocations)
     return [edit for edits in by_server for edit in edits]
 
