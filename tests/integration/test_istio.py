@@ -152,8 +152,9 @@ def test_a_second_instance_leaves_the_firsts_work_alone(
         answer = client.post(target, [JSON, FIVE], body, framing=framing)
     assert (answer.status, answer.all("x-vllm-priority-applied")) == (200, ["5; source=header; outcome=inserted"])
     assert_moved(upstream.only, body, 5)
-    assert front.counter("inserted") == 1
-    assert front.counter("absent") == 0
+    if front.version >= (1, 38):  # before, Envoy has no counters for Lua
+        assert front.counter("inserted") == 1
+        assert front.counter("absent") == 0
 
 
 def test_a_second_instance_leaves_a_patch_of_the_first_alone(
@@ -175,7 +176,8 @@ def test_a_response_is_edited_and_counted_once_by_several_instances(
     answer = call(front.address, MESSAGES, b"{}", priority("7"))
     assert answer.body == b'{"token_ids":[1],"priority":7}'
     assert answer.all("x-vllm-priority-applied") == ["7; source=header; outcome=response_edited"]
-    assert front.counter("response_edited") == 1
+    if front.version >= (1, 38):  # before, Envoy has no counters for Lua
+        assert front.counter("response_edited") == 1
 
 
 # ----- a waypoint
