@@ -5,7 +5,7 @@ from ipaddress import ip_address
 from typing import Self
 
 from control_plane.address import Address
-from control_plane.errors import BadInput
+from control_plane.errors import InvalidField
 from control_plane.tls import ServerTrust, read_ca
 
 
@@ -18,29 +18,32 @@ class ControlPlaneEndpoint:
 
     @classmethod
     def parse(cls, url: str, ca: str | None) -> Self:
-        """From the values of --control-plane and --control-plane-ca. BadInput names the option that is wrong.
+        """Return the endpoint of a URL and of the path of a CA. InvalidField names the setting that is wrong.
 
         A URL without a scheme is rejected, so that nobody gets plain HTTP who did not ask for it: the response to a
         poll is code that the sidecar runs.
         """
         scheme, separator, rest = url.partition("://")
         if not separator or scheme not in ("https", "http"):
-            raise BadInput(
-                f"--control-plane: {url!r} is not a valid URL. Use https://HOST:PORT together with --control-plane-ca,"
-                " for example https://vllm-priority.vllm-priority.svc:443, or http://HOST:PORT in a network that you"
-                " trust."
+            raise InvalidField(
+                "control_plane",
+                f"{url!r} is not a valid URL. Use https://HOST:PORT together with a CA, for example"
+                " https://vllm-priority.vllm-priority.svc:443, or http://HOST:PORT in a network that you trust.",
             )
-        address = Address.parse(rest, "--control-plane")
+        address = Address.parse(rest, "control_plane")
         if scheme == "http":
             if ca is not None:
-                raise BadInput("--control-plane-ca: not used with http://. Use an https:// URL in --control-plane.")
+                raise InvalidField(
+                    "control_plane_ca", "not used with http://. Use an https:// URL for the control plane."
+                )
             return cls(address, None)
         if ca is None:
-            raise BadInput(
-                "--control-plane-ca: not set, and --control-plane is an https:// URL. Use the PEM file of the CA that"
-                " signed the control plane's certificate."
+            raise InvalidField(
+                "control_plane_ca",
+                "not set, and the control plane has an https:// URL. Use the PEM file of the CA that signed its"
+                " certificate.",
             )
-        return cls(address, ServerTrust(read_ca(ca, "--control-plane-ca"), server_name(address.host)))
+        return cls(address, ServerTrust(read_ca(ca, "control_plane_ca"), server_name(address.host)))
 
     @property
     def warning(self) -> str | None:
@@ -49,7 +52,7 @@ class ControlPlaneEndpoint:
             return None
         return (
             f"warning: polls of http://{self.address} are neither encrypted nor authenticated. Whoever can answer them"
-            " can run code in the sidecar. Use an https:// URL and --control-plane-ca."
+            " can run code in the sidecar. Use an https:// URL and the CA that signed the control plane's certificate."
         )
 
 
@@ -62,37 +65,40 @@ class UpstreamEndpoint:
 
     @classmethod
     def parse(cls, text: str, ca: str | None, name: str | None, insecure: bool) -> Self:
-        """From the values of --upstream and the options that begin with it. BadInput names the option that is wrong."""
+        """Return the endpoint of these settings. InvalidField names the one that is wrong."""
         secure = text.startswith("https://")
-        address = Address.parse(text.removeprefix("https://"), "--upstream")
-        given = {"--upstream-ca": ca, "--upstream-server-name": name, "--upstream-insecure": insecure or None}
-        named = [option for option, value in given.items() if value is not None]
+        address = Address.parse(text.removeprefix("https://"), "upstream")
+        given = {"upstream_ca": ca, "upstream_server_name": name, "upstream_insecure": insecure or None}
+        named = [field for field, value in given.items() if value is not None]
         if not secure:
             if named:
-                raise BadInput(f"{named[0]}: not used without TLS. Use https://{address} in --upstream.")
+                raise InvalidField(named[0], f"not used without TLS. Use https://{address} for the upstream.")
             return cls(address, None)
         if insecure:
             if len(named) > 1:
-                raise BadInput(f"{named[0]}: not used together with --upstream-insecure. Use one of the two.")
+                raise InvalidField(
+                    named[0], "not used if the upstream's certificate is not verified. Set only one of the two."
+                )
             if not _is_loopback(address):
-                raise BadInput(
-                    f"--upstream-insecure: {address} is not on this machine, so anybody in between could pass for the"
-                    " server. Use --upstream-ca."
+                raise InvalidField(
+                    "upstream_insecure",
+                    f"{address} is not on this machine, so anybody in between could pass for the server. Use a CA.",
                 )
             return cls(address, ServerTrust(None, server_name(address.host)))
         if ca is None:
-            raise BadInput(
-                "--upstream-ca: not set, and --upstream is an https:// URL. Use the PEM file of the CA that signed the"
-                " server's certificate, or --upstream-insecure for a server on this machine."
+            raise InvalidField(
+                "upstream_ca",
+                "not set, and the upstream is an https:// URL. Use the PEM file of the CA that signed the server's"
+                " certificate. Only for a server on this machine, it can be left unverified.",
             )
-        return cls(address, ServerTrust(read_ca(ca, "--upstream-ca"), server_name(name or address.host)))
+        return cls(address, ServerTrust(read_ca(ca, "upstream_ca"), server_name(name or address.host)))
 
     @property
     def warning(self) -> str | None:
         """What the user should know of a server that is not verified, in one line, or None."""
         if self.trust is None or self.trust.ca is not None:
             return None
-        return f"warning: the certificate of https://{self.address} is not verified (--upstream-insecure)."
+        return f"warning: the certificate of https://{self.address} is not verified."
 
 
 def _is_loopback(address: Address) -> bool:

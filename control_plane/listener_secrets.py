@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cryptography import x509
 
-from control_plane.errors import BadInput
+from control_plane.errors import InvalidField
 from control_plane.tls import ListenerTls, certificate_secret, client_ca_secret, read_ca
 
 _CERTIFICATE, _CLIENT_CA = "certificate.json", "client_ca.json"
@@ -15,7 +15,7 @@ _CERTIFICATE, _CLIENT_CA = "certificate.json", "client_ca.json"
 
 @dataclass(frozen=True)
 class ListenerFiles:
-    """The files that the options --tls-cert, --tls-key and --client-ca name."""
+    """The files of the certificate, of its key, and of the CA of clients' certificates."""
 
     cert: Path
     key: Path
@@ -30,7 +30,7 @@ class ListenerSecrets:
     """
 
     def __init__(self, files: ListenerFiles, folder: Path) -> None:
-        """Write the first secrets into `folder`. BadInput, which names the option, where a file is not valid."""
+        """Write the first secrets into `folder`. InvalidField if a file is not valid."""
         self._files = files
         self._folder = folder
         self._problem = ""
@@ -47,9 +47,9 @@ class ListenerSecrets:
         """Follow a change of the files. Return what there is to say about it, in one line."""
         try:
             secrets = self._read()
-        except BadInput as error:
-            said, self._problem = self._problem, str(error)
-            return None if said == self._problem else f"{error} The listener keeps its last certificate."
+        except InvalidField as error:
+            said, self._problem = self._problem, error.problem
+            return None if said == self._problem else f"{error.problem} The listener keeps its last certificate."
         self._problem = ""
         if secrets == self._written:
             return None
@@ -65,17 +65,17 @@ class ListenerSecrets:
             x509.load_pem_x509_certificates(chain.encode())
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or "not a certificate in PEM format"
-            raise BadInput(f"--tls-cert: {files.cert}: cannot be used: {reason}.") from None
+            raise InvalidField("tls_cert", f"{files.cert}: cannot be used: {reason}.") from None
         try:
             # Without this password, OpenSSL would ask for the one of an encrypted key on the terminal.
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(files.cert, files.key, password=lambda: "")
         except (OSError, ValueError) as error:
             mismatch = "MISMATCH" in str(error)
             reason = "not the key of the certificate" if mismatch else "not a key in PEM format without a password"
-            raise BadInput(f"--tls-key: {files.key}: cannot be used: {reason}.") from None
+            raise InvalidField("tls_key", f"{files.key}: cannot be used: {reason}.") from None
         secrets = {_CERTIFICATE: json.dumps(certificate_secret(chain, str(files.key.absolute())))}
         if files.client_ca is not None:
-            secrets[_CLIENT_CA] = json.dumps(client_ca_secret(read_ca(files.client_ca, "--client-ca")))
+            secrets[_CLIENT_CA] = json.dumps(client_ca_secret(read_ca(files.client_ca, "client_ca")))
         return secrets
 
     def _write(self, secrets: dict[str, str]) -> None:

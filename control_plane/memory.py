@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from control_plane.errors import BadInput
+from control_plane.errors import InvalidField
 from control_plane.injector.resources import Quantity
 
 LEAST_BYTES = 128 * 1024**2
@@ -16,16 +16,17 @@ _SHARE = 4
 _LIMITS = (("", "memory.max"), ("unified", "memory.max"), ("memory", "memory.limit_in_bytes"))
 
 
-def parse_limit(text: str, what: str) -> int:
-    """Return the bytes that a Kubernetes quantity stands for, such as 1280Mi. BadInput names `what` was wrong."""
+def parse_limit(text: str, field: str) -> int:
+    """Return the bytes that a Kubernetes quantity stands for, such as 1280Mi. InvalidField names `field`."""
     try:
         found = Quantity.parse(text).value
     except ValueError:
         found = None
     if found is None or not LEAST_BYTES <= found < 2**63:
-        raise BadInput(
-            f"{what}: {text[:60]!r} is not a valid amount of memory. Use bytes or a Kubernetes quantity of at least"
-            " 128Mi, for example 1280Mi."
+        raise InvalidField(
+            field,
+            f"{text[:60]!r} is not a valid amount of memory. Use bytes or a Kubernetes quantity of at least"
+            " 128Mi, for example 1280Mi.",
         )
     return int(found)
 

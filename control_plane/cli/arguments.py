@@ -7,7 +7,7 @@ from control_plane.address import Address
 from control_plane.cli.options import USED_BY
 from control_plane.cli.terminal import complain
 from control_plane.endpoint import ControlPlaneEndpoint, UpstreamEndpoint
-from control_plane.errors import BadInput, PolicyError
+from control_plane.errors import BadInput, InvalidField
 from control_plane.policy.load import load_policies
 from control_plane.policy.model import Policies, Policy
 from control_plane.render.placement import Placement
@@ -24,7 +24,7 @@ def read_policy(path: str | None, name: str | None) -> Policy:
     chosen = policies.choose({}, name)
     if chosen is None:
         known = ", ".join(policies.by_name)
-        raise PolicyError(f"--policy-name: {path or 'the default policy'} has no policy {name!r}; allowed: {known}")
+        raise BadInput(f"--policy-name: {path or 'the built-in policy'} has no policy {name!r}. Use one of: {known}.")
     return chosen
 
 
@@ -48,10 +48,10 @@ def sidecar_placement(
         raise BadInput(f"--upstream: {upstream!r}: --target {target} cannot connect with TLS. Use HOST:PORT.")
     placement = replace(
         default,
-        listen=listen_address(listen, "--listen") if listen is not None else default.listen,
+        listen=listen_address(listen, "listen") if listen is not None else default.listen,
         upstream=server.address,
         upstream_trust=server.trust,
-        admin=listen_address(admin, "--admin") if admin is not None else default.admin,
+        admin=listen_address(admin, "admin") if admin is not None else default.admin,
         spread=spread,
     )
     if spread and placement.upstream.is_ip:
@@ -59,17 +59,17 @@ def sidecar_placement(
     for one, other in (("listen", "upstream"), ("listen", "admin"), ("admin", "upstream")):
         used = all(target in USED_BY[f"--{name}"] for name in (one, other))
         if used and getattr(placement, one) == getattr(placement, other):
-            raise BadInput(f"--{one}: {getattr(placement, one)} is --{other} too; allowed: an address of its own")
+            raise BadInput(f"--{one}: {getattr(placement, one)} is the address in --{other}. Use another address.")
     if server.warning:
         complain(f"vllm-priority: {server.warning}")
     return placement
 
 
-def listen_address(text: str, what: str) -> Address:
-    """Where Envoy listens: it takes no names there."""
-    address = Address.parse(text, what)
+def listen_address(text: str, field: str) -> Address:
+    """Return the address of a listener: an IP address, because Envoy resolves no names there."""
+    address = Address.parse(text, field)
     if not address.is_ip:
-        raise BadInput(f"{what}: {text!r} has a name for a host; allowed: IP:PORT, such as 127.0.0.1:18000")
+        raise InvalidField(field, f"{text!r} is not an IP address and a port. Use both, for example 127.0.0.1:18000.")
     return address
 
 

@@ -39,7 +39,7 @@ from control_plane.render.templates import to_yaml
 from control_plane.vllm import Role
 
 _PLACES = ("--upstream", "--listen", "--admin")
-"""Where a sidecar stands: one command line for every target may name these, so they are let pass, with a word."""
+"""Addresses of a sidecar. They are accepted with a note, so that one command line works with every target."""
 
 
 def _used_by_some() -> str:
@@ -112,7 +112,7 @@ def config(
     """Write the configuration for Envoy, Istio or Envoy Gateway."""
     _say_unused(context, target)
     if envoy is not None and not check:
-        raise BadInput("--envoy: nothing runs it; allowed: with --check")
+        raise BadInput("--envoy: not used without --check. Set --check too.")
     endpoint = control_plane_endpoint(control_plane, control_plane_ca)
     placement = replace(
         sidecar_placement(role, upstream, listen, admin, target, spread=spread, **upstream_tls),
@@ -121,11 +121,11 @@ def config(
         control_plane=endpoint.address if endpoint else None,
         control_plane_trust=endpoint.trust if endpoint else None,
         token_file=absolute_token_file(token_file, control_plane),
-        health=listen_address(health, "--health") if health is not None else None,
+        health=listen_address(health, "health") if health is not None else None,
         policy_name=policy_name,
         attachment=Attachment.parse(namespace, selector, gateway),
         memory_limit_bytes=(
-            Placement.memory_limit_bytes if memory_limit is None else memory.parse_limit(memory_limit, "--memory-limit")
+            Placement.memory_limit_bytes if memory_limit is None else memory.parse_limit(memory_limit, "memory_limit")
         ),
     )
     documents = render(target, read_policy(policy, policy_name), placement)
@@ -151,7 +151,7 @@ def _say_unused(context: click.Context, target: str) -> None:
         if name in given and target not in targets:
             *firsts, last = targets
             users = f"{', '.join(firsts)} or {last}" if firsts else last
-            line = f"{name}: --target {target} does not use it; allowed: with --target {users}"
+            line = f"{name}: not used by --target {target}. It has an effect only with --target {users}."
             if name not in _PLACES:
                 raise BadInput(line)
             click.echo(f"vllm-priority: note: {line}", err=True)
@@ -162,4 +162,4 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise BadInput(f"-o: {path}: cannot be written: {reason}; allowed: a file in a folder that is there") from None
+        raise BadInput(f"-o: {path}: cannot be written: {reason}. Use a file in a folder that exists.") from None

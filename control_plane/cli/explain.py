@@ -63,9 +63,12 @@ def explain_command(
 ) -> None:
     """Say what the sidecar would do to a request. It runs the sidecar's own Lua here, and sends nothing."""
     if not re.fullmatch(r"/\S*", path) or not path.isprintable():
-        raise BadInput(f"--path: {path!r} is no request target; allowed: a path that starts with / and has no blanks")
+        raise BadInput(
+            f"--path: {path!r} is not a valid request target. Use a path that starts with / and has no spaces, for"
+            " example /inference/v1/generate."
+        )
     if not re.fullmatch(_TOKEN, method):
-        raise BadInput(f"--method: {method!r} is no method; allowed: such as POST")
+        raise BadInput(f"--method: {method!r} is not a valid method. Use a token, for example POST.")
     lines = [_header(line) for line in headers]
     body = _body(data)
     names = {name.lower() for name, _ in lines}
@@ -87,7 +90,7 @@ def explain_command(
 def _header(line: str) -> tuple[str, str]:
     name, colon, value = line.partition(":")
     if not colon or not re.fullmatch(_TOKEN, name) or not re.fullmatch(_VALUE, value):
-        raise BadInput(f"-H: {line!r} is no header; allowed: 'Name: value'")
+        raise BadInput(f"-H: {line!r} is not a valid header. Use NAME: VALUE, for example 'X-Vllm-Priority: -10'.")
     return name, value.strip(" \t")
 
 
@@ -95,7 +98,9 @@ def _client(peer: str, identities: tuple[str, ...]) -> Client:
     try:
         address = ipaddress.ip_address(peer)
     except ValueError:
-        raise BadInput(f"--peer: {peer!r} is not an IP address. Use one, for example 10.1.2.3 or 2001:db8::1") from None
+        raise BadInput(
+            f"--peer: {peer!r} is not an IP address. Use one, for example 10.1.2.3 or 2001:db8::1."
+        ) from None
     return Client(f"[{address}]:1" if address.version == 6 else f"{address}:1", identities)
 
 
@@ -108,7 +113,9 @@ def _body(data: str) -> bytes:
         return Path(data[1:]).read_bytes()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
-        raise BadInput(f"-d: {data[1:]!r}: cannot be read: {reason}; allowed: BODY or @FILE") from None
+        raise BadInput(
+            f"-d: {data[1:]!r}: cannot be read: {reason}. Use a body, or @ and the path of a file."
+        ) from None
 
 
 def _explained(found: Explanation) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import click
 
 from control_plane.cli.arguments import control_plane_endpoint
 from control_plane.cli.options import Command, option, whole_numbers
-from control_plane.errors import BadInput, InvalidField
+from control_plane.errors import InvalidField
 from control_plane.injector.annotations import PREFIX, REQUEST_ANNOTATIONS
 from control_plane.injector.resources import DEFAULT_RESOURCES, parse_resources
 from control_plane.injector.settings import (
@@ -66,25 +66,8 @@ def injector_options(command: Command) -> Command:
     return command
 
 
-# Fields of InjectorSettings whose options have other names.
-_FLAGS = {
-    "image": "--sidecar-image",
-    "resources": "--sidecar-resources",
-    "uid": "--sidecar-uid",
-    "listen_host": "--sidecar-listen-host",
-    "concurrency": "--sidecar-concurrency",
-}
-
-
 def injector_settings(options: Mapping[str, Any]) -> InjectorSettings:
-    try:
-        return _settings(options)
-    except InvalidField as error:
-        flag = _FLAGS.get(error.field, "--" + error.field.replace("_", "-"))
-        raise BadInput(f"{flag}: {error.problem}") from None
-
-
-def _settings(options: Mapping[str, Any]) -> InjectorSettings:
+    """Return the settings that the values of these options stand for. InvalidField if one is not valid."""
     uid, resources = options["sidecar_uid"], options["sidecar_resources"]
     endpoint = control_plane_endpoint(options["control_plane"], options["control_plane_ca"])
     if not re.fullmatch(r"none|[0-9]{1,10}", uid):

@@ -1,6 +1,7 @@
 """The command line: its commands, and how their errors are reported."""
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -11,14 +12,14 @@ from control_plane.cli.demo import demo
 from control_plane.cli.doctor import doctor
 from control_plane.cli.explain import explain_command
 from control_plane.cli.inject import inject
-from control_plane.cli.options import example, option_of
+from control_plane.cli.options import example, option_of, what_to_use
 from control_plane.cli.policy import validate
 from control_plane.cli.run import run
 from control_plane.cli.serve import serve
 from control_plane.cli.terminal import complain
 from control_plane.cli.version import version
 from control_plane.cli.watch import watch
-from control_plane.errors import InvalidField, PriorityError
+from control_plane.errors import PriorityError
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
@@ -41,28 +42,37 @@ for command in (config, demo, doctor, explain_command, inject, run, serve, valid
     cli.add_command(command)
 
 
+def _usage_problem(error: click.UsageError) -> str:
+    """Return what is wrong in full sentences, which click's own messages are not."""
+    match error:
+        case click.MissingParameter(param=click.Option() as missing):
+            return f"{missing.opts[-1]}: not set. {what_to_use(missing)}"
+        case click.NoSuchOption():
+            close = f" Did you mean {error.possibilities[0]}?" if error.possibilities else ""
+            return f"{error.option_name!r} is not an option of this command.{close}"
+        case click.exceptions.NoSuchCommand():
+            return f"{error.command_name!r} is not a command. It must be one of: {', '.join(sorted(cli.commands))}."
+    message = error.format_message()
+    extra = re.fullmatch(r"Got unexpected extra arguments? \((.*)\)", message)
+    return f"{extra[1]!r} is not expected. Every value must follow its option." if extra else message
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The entry point."""
+    """Run a command line, by default that of this process, and exit."""
     try:
         status = cli.main(args=arguments, prog_name="vllm-priority", standalone_mode=False)
     except click.UsageError as error:
-        path = error.ctx.command_path if error.ctx else "vllm-priority"
-        message = " ".join(error.format_message().split())
-        complain(f"{path}: {message} (see {path} --help)")
+        command = error.ctx.command_path if error.ctx else "vllm-priority"
+        complain(f"{command}: {_usage_problem(error)} See {command} --help.")
         sys.exit(2)
-    except click.ClickException as error:
-        complain(f"vllm-priority: {error.format_message()}")
-        sys.exit(2)
-    except InvalidField as error:
-        complain(f"vllm-priority: {option_of(error.field)}: {error.problem}")
-        sys.exit(error.exit_status)
     except PriorityError as error:
-        complain(f"vllm-priority: {error}")
+        setting = f"{option_of(error.field)}: " if error.field else ""
+        complain(f"vllm-priority: {setting}{error.problem}")
         sys.exit(error.exit_status)
     except (click.Abort, KeyboardInterrupt):
         sys.exit(130)
     except BrokenPipeError:
-        # The reader went, as `| head` does: nothing is left to say, and nobody to say it to.
+        # The reader is gone, as with `| head`, so nobody would read a message.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     sys.exit(status if isinstance(status, int) else 0)

@@ -13,20 +13,17 @@ from control_plane.render.targets import TARGETS
 from control_plane.vllm import ROLES
 
 OPTIONS: Mapping[str, str] = {
-    "render": "--render",
-    "engine": "--engine",
-    "api_key": "--api-key",
-    "header": "--header",
-    "model": "--model",
-    "priority": "--priority",
-    "timeout": "--timeout",
-    "queue_timeout": "--queue-timeout",
-    "max_fill": "--max-fill",
+    "image": "--sidecar-image",
+    "resources": "--sidecar-resources",
+    "uid": "--sidecar-uid",
+    "listen_host": "--sidecar-listen-host",
+    "concurrency": "--sidecar-concurrency",
 }
-"""Field of a settings object -> the option that sets it. Errors and advice from below name fields."""
+"""The options that are not called like the field that they set. Errors and advice of the core name fields."""
 
 
 def option_of(field: str) -> str:
+    """Return the option that sets a field of the settings."""
     return OPTIONS.get(field, "--" + field.replace("_", "-"))
 
 
@@ -49,31 +46,31 @@ def example(text: str) -> str:
 
 
 class Option(click.Option):
-    """Says of each type in one form what was wrong and what is allowed. click's own words do not always say that."""
+    """An option whose errors are full sentences, and say what to use instead."""
 
     def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        """Return the value in the option's type. BadInput if it is not valid."""
         try:
             cast = super().type_cast_value(ctx, value)
-            wrong = isinstance(cast, float) and isnan(cast)  # no bound holds it
+            wrong = isinstance(cast, float) and isnan(cast)  # it is within no bounds
         except click.BadParameter:
             wrong = True
-        if wrong:
-            value = ", ".join(value) if self.multiple else value
-            raise BadInput(f"{self.long_name}: {str(value)[:60]!r} is not allowed; allowed: {self._allowed}")
-        if cast == "" and self.metavar == "FILE":
-            raise BadInput(f"{self.long_name}: '' is no file; allowed: a path")
+        if wrong or (cast == "" and self.metavar == "FILE"):
+            text = ", ".join(value) if self.multiple else str(value)
+            raise BadInput(f"{max(self.opts, key=len)}: {text[:60]!r} is not valid. {what_to_use(self)}")
         return cast
 
-    @property
-    def long_name(self) -> str:
-        return max(self.opts, key=len)
 
-    @property
-    def _allowed(self) -> str:
-        if isinstance(self.type, click.Choice):
-            return ", ".join(self.type.choices)
-        assert isinstance(self.type, (click.IntRange, click.FloatRange)), self.type
-        return f"{self.type.min} to {self.type.max}"
+def what_to_use(option: click.Option) -> str:
+    """Return which values an option accepts, as a sentence."""
+    match option.type:
+        case click.Choice(choices=choices):
+            return f"It must be one of: {', '.join(choices)}."
+        case click.IntRange(min=low, max=high):
+            return f"Use a whole number from {low} to {high}."
+        case click.FloatRange(min=low, max=high):
+            return f"Use a number from {low} to {high}."
+    return "Use the path of a file." if (option.metavar or "").startswith("FILE") else f"Use {option.metavar}."
 
 
 option = partial(click.option, cls=Option)

@@ -115,7 +115,7 @@ def run(
         policy_name=policy_name,
         node_id=f"{role}-{os.uname().nodename}-{os.getpid()}",
         memory_limit_bytes=(
-            memory.default_limit() if memory_limit is None else memory.parse_limit(memory_limit, "--memory-limit")
+            memory.default_limit() if memory_limit is None else memory.parse_limit(memory_limit, "memory_limit")
         ),
     )
     if drain_accept_seconds is None:

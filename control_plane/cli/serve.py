@@ -57,8 +57,8 @@ def serve(
     run_server(
         ServeSettings(
             policy=Path(policy),
-            listen=Address.parse(listen, "--listen"),
-            tls_listen=Address.parse(tls_listen, "--tls-listen") if tls_listen is not None else None,
+            listen=Address.parse(listen, "listen"),
+            tls_listen=Address.parse(tls_listen, "tls_listen") if tls_listen is not None else None,
             tls_cert=Path(tls_cert) if tls_cert is not None else None,
             tls_key=Path(tls_key) if tls_key is not None else None,
             injector=injector_settings(options),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from control_plane.address import Address
-from control_plane.errors import BadInput, InvalidField
+from control_plane.errors import InvalidField
 from control_plane.injector.resources import DEFAULT_RESOURCES, ResourceRequirements
 from control_plane.render.placement import check_namespace
 from control_plane.tls import ServerTrust
@@ -102,7 +102,7 @@ class InjectorSettings:
             raise InvalidField("uid", not_a_uid(str(self.uid)))
         if self.token_audience is not None:
             if self.control_plane is None:
-                raise InvalidField("token_audience", "not used without a control plane. Set --control-plane too.")
+                raise InvalidField("token_audience", "not used without a control plane. Set the URL of one.")
             if not _AUDIENCE.fullmatch(self.token_audience):
                 raise InvalidField(
                     "token_audience",
@@ -120,10 +120,7 @@ class InjectorSettings:
             if getattr(self, name) not in allowed:
                 raise InvalidField(name, f"{getattr(self, name)} must be from {allowed[0]} to {allowed[-1]}.")
         if self.own_namespace is not None:
-            try:
-                check_namespace(self.own_namespace, "own_namespace")
-            except BadInput as error:
-                raise InvalidField("own_namespace", str(error).removeprefix("own_namespace: ")) from None
+            check_namespace(self.own_namespace, "own_namespace")
 
     @property
     def version(self) -> tuple[int, int] | None:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from control_plane.errors import BadInput
+from control_plane.errors import BadInput, InvalidField
 from control_plane.policy.model import Policy
 from control_plane.render.filter import (
     DEFERRED_NAME,
@@ -52,7 +52,7 @@ def istio_waypoint(policy: Policy, placement: Placement) -> list[Resource]:
     service = service_reference(placement.upstream)
     namespace = placement.attachment.namespace or service.get("namespace")
     if service.get("namespace", namespace) != namespace:
-        raise BadInput(f"--namespace: {namespace} is not the namespace of the Service. Use {service['namespace']}.")
+        raise InvalidField("namespace", f"{namespace} is not the namespace of the Service. Use {service['namespace']}.")
     if policy.trust:
         raise BadInput(
             "trust: a waypoint does not see the client's connection, so it cannot decide whom to trust. Use the target "

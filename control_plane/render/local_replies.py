@@ -20,7 +20,7 @@ def local_replies(policy: Policy, placement: Placement) -> list[Resource]:
     bound = placement.request_timeout_seconds
     late = f"The headers of a request must arrive within {HEADERS_TIMEOUT} seconds"
     if bound:
-        late += f", and all of it within {bound} seconds (set by --request-timeout)"
+        late += f", and all of it within {bound} seconds (the sidecar's request timeout)"
     again = "Send the request again later."
     cut = 'response.code_details.startsWith("upstream_reset_before_response_started'
     no_connection = " || ".join(
@@ -32,7 +32,7 @@ def local_replies(policy: Policy, placement: Placement) -> list[Resource]:
         _error(
             503,
             "the sidecar cannot establish TLS with the vLLM server: its certificate has expired, is for another name,"
-            " or has another CA than that of --upstream-ca.",
+            " or was signed by another CA than the one that the sidecar trusts.",
         ),
     )
     kinds: list[tuple[Resource, Resource]] = [

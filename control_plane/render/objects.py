@@ -3,7 +3,7 @@
 import re
 
 from control_plane.address import Address
-from control_plane.errors import BadInput
+from control_plane.errors import InvalidField
 from control_plane.render.placement import NAME, Placement
 from control_plane.render.templates import Resource
 
@@ -26,9 +26,9 @@ def service_reference(upstream: Address) -> Resource:
     """A backendRef of Gateway API."""
     found = re.fullmatch(rf"({NAME})(?:\.({NAME})(?:\.svc(?:\..+)?)?)?", upstream.host)
     if upstream.is_ip or found is None:
-        raise BadInput(
-            f"--upstream: {upstream} is not a valid Service. Use NAME:PORT or NAME.NAMESPACE:PORT,"
-            " for example vllm-render:8000."
+        raise InvalidField(
+            "upstream",
+            f"{upstream} is not a valid Service. Use NAME:PORT or NAME.NAMESPACE:PORT, for example vllm-render:8000.",
         )
     name, namespace = found[1], found[3]
     return {"name": name} | ({"namespace": namespace} if namespace else {}) | {"port": upstream.port}

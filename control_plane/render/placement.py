@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from control_plane.address import Address
-from control_plane.errors import BadInput
+from control_plane.errors import InvalidField
 from control_plane.tls import ListenerTls, ServerTrust
 from control_plane.vllm import DEFAULT_PORT, ROLES, Role
 
@@ -35,12 +35,12 @@ MAX_LABELS = 64
 """Labels of a pod that its sidecar may send with each poll. Kubernetes does not bound their number."""
 
 
-def check_namespace(text: str, what: str) -> None:
-    """BadInput names `what` was wrong, where Kubernetes takes no namespace of that name (RFC 1123's labels)."""
+def check_namespace(text: str, field: str) -> None:
+    """InvalidField, which names `field`, if Kubernetes accepts no namespace of that name (RFC 1123's labels)."""
     if not re.fullmatch(NAME, text):
-        raise BadInput(
-            f"{what}: {text[:60]!r} is not a valid namespace. Use 1 to 63 lower-case letters, digits and -, for example"
-            " vllm."
+        raise InvalidField(
+            field,
+            f"{text[:60]!r} is not a valid namespace. Use 1 to 63 lower-case letters, digits and -, for example vllm.",
         )
 
 
@@ -58,22 +58,22 @@ class Attachment:
 
     @classmethod
     def parse(cls, namespace: str | None, selector: Sequence[str], gateway: str | None) -> Self:
-        """From the command's texts; `selector` holds KEY=VALUE. BadInput names what was wrong."""
+        """Return the attachment of these texts; `selector` holds KEY=VALUE. InvalidField if one is not valid."""
         labels: dict[str, str] = {}
         for text in selector:
             key, equals, value = text.partition("=")
             if not equals or not re.fullmatch(LABEL, key) or not re.fullmatch(LABEL_VALUE, value):
-                raise BadInput(
-                    f"--selector: {text!r} is not a valid label. Use KEY=VALUE, for example app=vllm-render."
+                raise InvalidField(
+                    "selector", f"{text!r} is not a valid label. Use KEY=VALUE, for example app=vllm-render."
                 )
             if labels.setdefault(key, value) != value:
-                raise BadInput(f"--selector: {key!r} has two values. Use one value for each label.")
+                raise InvalidField("selector", f"{key!r} has two values. Use one value for each label.")
         if namespace is not None:
-            check_namespace(namespace, "--namespace")
+            check_namespace(namespace, "namespace")
         gateway = cls.gateway if gateway is None else gateway
         if not re.fullmatch(rf"({NAME}/)?({NAME}\.)*{NAME}", gateway):
-            raise BadInput(
-                f"--gateway: {gateway!r} is not a valid Gateway. Use NAME or NAMESPACE/NAME, for example infra/eg."
+            raise InvalidField(
+                "gateway", f"{gateway!r} is not a valid Gateway. Use NAME or NAMESPACE/NAME, for example infra/eg."
             )
         return cls(namespace, labels, gateway)
 

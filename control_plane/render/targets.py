@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from control_plane.errors import BadInput
+from control_plane.errors import InvalidField
 from control_plane.policy.model import Policy
 from control_plane.render.bootstrap import bootstrap, xds
 from control_plane.render.envoy_gateway import envoy_gateway
@@ -53,7 +53,7 @@ TARGETS: Mapping[str, Target] = {
 
 
 def render(target: str, policy: Policy, placement: Placement) -> list[Resource]:
-    """Render the documents of a target. BadInput for an unknown one."""
+    """Render the documents of a target. InvalidField for an unknown one."""
     if target not in TARGETS:
-        raise BadInput(f"target: {target!r} is not a valid target. It must be one of: {', '.join(TARGETS)}.")
+        raise InvalidField("target", f"{target!r} is not a valid target. It must be one of: {', '.join(TARGETS)}.")
     return TARGETS[target].documents(policy, placement)

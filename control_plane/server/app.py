@@ -41,8 +41,8 @@ def create_app(settings: ServeSettings) -> FastAPI:
     events = Events(api) if api and settings.write_events else None
     reviews = ReviewedTokens(api, settings.token_audience) if api and settings.token_audience else None
     token_files = [
-        TokenFile(path, option)
-        for path, option in ((settings.token_file, "--token-file"), (settings.api_token_file, "--api-token-file"))
+        TokenFile(path, field)
+        for path, field in ((settings.token_file, "token_file"), (settings.api_token_file, "api_token_file"))
         if path
     ]
     api_tokens = token_files[-1] if settings.api_token_file else None

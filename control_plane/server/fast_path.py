@@ -34,7 +34,9 @@ _OPEN = ("/healthz", "/readyz")
 """What is served to everybody. All else needs a token: Starlette's routes match more than the path that they name."""
 _NOT_MODIFIED: Message = {"type": "http.response.start", "status": 304, "headers": []}
 _NO_STATUS_OVER_TLS = Verdict(
-    403, "Status and metrics are served over TLS only with a token. Set --api-token-file, or use the plain listener."
+    403,
+    "Status and metrics are served over TLS only with a token. Give the control plane a file of API tokens, or use its"
+    " plain listener.",
 )
 _CHALLENGE = [(b"www-authenticate", b"Bearer")]
 _END: Message = {"type": "http.response.body", "body": b""}

@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from control_plane.errors import BadInput
+from control_plane.errors import InvalidField
 from control_plane.kubernetes_api import FAILURES, ApiAccess, reason
 from control_plane.server.bounded_cache import BoundedCache
 
@@ -47,11 +47,11 @@ class TokenFile:
     Sidecars send the first line of their own file.
     """
 
-    def __init__(self, path: Path, option: str) -> None:
-        """Read the file. BadInput, which names `option`, where it has no token that is long enough."""
+    def __init__(self, path: Path, field: str) -> None:
+        """Read the file. InvalidField, which names `field`, if it has no token that is long enough."""
         self.path = path
         self.problem: str | None = None
-        self._option = option
+        self._field = field
         self._tokens = self._read()
 
     def reload(self) -> None:
@@ -59,8 +59,8 @@ class TokenFile:
         try:
             self._tokens = self._read()
             self.problem = None
-        except BadInput as error:
-            self.problem = str(error)
+        except InvalidField as error:
+            self.problem = error.problem
 
     async def check(self, token: str) -> Verdict:
         """Return the verdict on a token, in a time that does not depend on how much of it is right."""
@@ -72,14 +72,15 @@ class TokenFile:
         try:
             lines = self.path.read_text(encoding="ascii").splitlines()
         except OSError as error:
-            raise BadInput(f"{self._option}: {self.path}: cannot be read: {error.strerror}.") from None
+            raise InvalidField(self._field, f"{self.path}: cannot be read: {error.strerror}.") from None
         except ValueError:
             lines = [""]
         tokens = [line.strip() for line in lines if line.strip()]
         if not tokens or any(len(token) < MIN_TOKEN_LENGTH or not token.isprintable() for token in tokens):
-            raise BadInput(
-                f"{self._option}: {self.path}: not a token file. Use one token a line, each of {MIN_TOKEN_LENGTH} or"
-                " more ASCII characters, for example from: openssl rand -hex 32"
+            raise InvalidField(
+                self._field,
+                f"{self.path}: not a token file. Use one token a line, each of {MIN_TOKEN_LENGTH} or"
+                " more ASCII characters, for example from: openssl rand -hex 32",
             )
         return [sha256(token.encode()).digest() for token in tokens]
 

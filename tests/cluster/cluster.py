@@ -61,7 +61,7 @@ class Cluster:
         """The cluster of KUBECONFIG. The tests stop with a line where there is none."""
         fetch(["helm", "kubectl"])
         if not os.environ.get("KUBECONFIG"):
-            pytest.exit("KUBECONFIG names no cluster; next: KUBECONFIG=~/.kube/config make test-cluster", 2)
+            pytest.exit("KUBECONFIG names no cluster. Run: KUBECONFIG=~/.kube/config make test-cluster", 2)
         try:
             version = json.loads(run("kubectl", "version", "-o", "json"))["serverVersion"]
             nodes = json.loads(run("kubectl", "get", "nodes", "-o", "json"))["items"]

@@ -22,7 +22,7 @@ def cluster(request: pytest.FixtureRequest) -> Cluster:
     request.config.option.maxfail = 1
     if found.nodes and found.image is None:
         pytest.exit(
-            "the cluster has nodes, so the control plane runs there; next: build the image, push or load it, and "
+            "the cluster has nodes, so the control plane runs there. Build the image, push or load it, and "
             "make test-cluster IMAGE=REPOSITORY:TAG",
             2,
         )

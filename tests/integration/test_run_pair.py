@@ -154,7 +154,7 @@ def test_a_second_ctrl_c_ends_the_drain(script: subprocess.Popen[bytes], ports: 
     client.start()
     os.killpg(script.pid, signal.SIGINT)
     end = time.monotonic() + 6 * WAIT
-    while (tmp_path / "log").read_text().count("draining") < 2:
+    while (tmp_path / "log").read_text().count("Draining") < 2:
         assert time.monotonic() < end, (tmp_path / "log").read_text()
         time.sleep(0.05)
     os.killpg(script.pid, signal.SIGINT)

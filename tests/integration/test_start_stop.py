@@ -122,7 +122,7 @@ def test_no_request_is_lost_while_a_balancer_still_sends(
     running = start(upstream.address)
     with Balancer(running.listen, keep_alive) as balancer:
         running.process.send_signal(signal.SIGTERM)
-        running.said("draining")
+        running.said("Draining")
         time.sleep(1)
         balancer.stop()
         assert balancer.lost == []
@@ -139,7 +139,7 @@ def test_a_drain_closes_connections_with_their_response_and_then_refuses_new_one
     kept = http.client.HTTPConnection(running.listen.host, running.listen.port, timeout=WAIT)
     kept.connect()
     running.process.send_signal(signal.SIGTERM)
-    running.said("draining")
+    running.said("Draining")
     held.go.clear()
     with ThreadPoolExecutor(1) as pool:
         # It keeps Envoy alive until the end of this block.
@@ -181,7 +181,7 @@ def test_an_http2_client_is_told_to_leave_and_loses_no_request(start: Start, ups
     with Http2(running.listen) as client:
         assert client.post(RENDER, [JSON], b"{}").status == 200
         running.process.send_signal(signal.SIGTERM)
-        running.said("draining")
+        running.said("Draining")
         seen: list[Frame] = []
         while not any(isinstance(frame, GoAwayFrame) for frame in seen):
             stream = client.open("POST", RENDER, [JSON])
@@ -195,7 +195,7 @@ def test_an_http2_client_is_told_to_leave_and_loses_no_request(start: Start, ups
 def test_a_second_signal_ends_it_while_it_accepts(start: Start, upstream: RecordingUpstream) -> None:
     running = start(upstream.address, "--drain-accept-seconds", "3600", "--drain-seconds", "3600")
     running.process.send_signal(signal.SIGTERM)
-    running.said("draining")
+    running.said("Draining")
     running.process.send_signal(signal.SIGTERM)
     assert running.ended() == 0
 
@@ -502,11 +502,11 @@ def test_it_says_once_that_the_control_plane_is_away_and_once_that_it_is_back(
 ) -> None:
     away = free_address()
     running = start(upstream.address, "--control-plane", f"http://{away}")
-    running.said(f"the control plane {away} does not answer; the sidecar keeps its last policy")
+    running.said(f"The control plane {away} does not respond. The sidecar keeps its last policy.")
     time.sleep(11)  # two more polls
     control_plane = RecordingUpstream(away.host, away.port)
     control_plane.handler = not_modified
-    said = running.said(f"the control plane {away} answers again")
+    said = running.said(f"The control plane {away} responds again.")
     control_plane.stop()
     assert len(said.splitlines()) == 4, "the start, with a warning, and nothing else from Envoy or from `run`"
 

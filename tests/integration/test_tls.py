@@ -97,15 +97,15 @@ def test_a_sidecar_polls_over_tls(
         assert polling.look() == ""
         for path in ("/api/sidecars", "/api/policy", "/metrics"):
             found = httpx.get(f"https://{plane.tls}{path}", verify=False, trust_env=False)
-            assert (found.status_code, "--api-token-file" in found.text) == (403, True)
+            assert (found.status_code, "a file of API tokens" in found.text) == (403, True)
 
 
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        ("unknown CA", "has an expired certificate, or one that its CA (--control-plane-ca) did not sign"),
-        ("self-signed", "has an expired certificate, or one that its CA (--control-plane-ca) did not sign"),
-        ("expired", "has an expired certificate, or one that its CA (--control-plane-ca) did not sign"),
+        ("unknown CA", "has an expired certificate, or one that the configured CA did not sign"),
+        ("self-signed", "has an expired certificate, or one that the configured CA did not sign"),
+        ("expired", "has an expired certificate, or one that the configured CA did not sign"),
         ("wrong name", "has a certificate for another name"),
     ],
 )
@@ -121,13 +121,13 @@ def test_a_sidecar_takes_nothing_from_a_control_plane_that_it_cannot_verify(
         signer.write(tmp_path, other, days=-1 if fault == "expired" else 20)
     with TlsControlPlane(policy, tmp_path) as plane:
         polling = start_polling(plane.tls, ServerTrust(authority.pem, NAME))
-        expected = f"the control plane {plane.tls} {reason}; the sidecar keeps its last policy"
+        expected = f"The control plane {plane.tls} {reason}. The sidecar keeps its last policy."
         until(lambda: polling.look() == expected, "the reason")
         assert applied(polling.listen) == "0"
         assert plane.get("/api/sidecars").json()["total"] == 0
         authority.write(tmp_path, NAME)
         until(lambda: applied(polling.listen) == "1", "the policy, once the certificate is right")
-        until(lambda: "answers again" in polling.look(), "that the control plane answers again")
+        until(lambda: "responds again" in polling.look(), "that the control plane responds again")
 
 
 def test_no_poll_fails_while_the_ca_and_the_certificate_change(
@@ -162,12 +162,12 @@ def test_polls_carry_the_token_of_a_file_that_changes(
     authority.write(tmp_path, NAME)
     with TlsControlPlane(policy, tmp_path, token_file=accepted) as plane:
         polling = start_polling(plane.tls, ServerTrust(authority.pem, NAME), sent)
-        expected = f"the control plane {plane.tls} rejects the sidecar's token; the sidecar keeps its last policy"
+        expected = f"The control plane {plane.tls} rejects the sidecar's token. The sidecar keeps its last policy."
         until(lambda: polling.look() == expected, "the reason")
         assert applied(polling.listen) == "0"
         accepted.write_text(f"{second}\n{first}\n")
         until(lambda: applied(polling.listen) == "1", "the policy, once the token is accepted")
-        until(lambda: "answers again" in polling.look(), "that the control plane answers again")
+        until(lambda: "responds again" in polling.look(), "that the control plane responds again")
         sent.write_text(first)
         rejected = polling.counter(r"cluster\.control_plane\.upstream_rq_401")
         set_default(policy, 2)
@@ -259,7 +259,7 @@ def test_requests_reach_a_vllm_server_with_tls(insecure: bool, envoy: Path, tmp_
     options = ["--upstream-insecure"] if insecure else ["--upstream-ca", ca, "--upstream-server-name", VLLM]
     with vllm(tmp_path) as server, Run(f"https://{server}", "--envoy", str(envoy), *options) as run:
         assert send(run).json() == {"messages": [], "priority": 7}
-        assert run.said("is not verified (--upstream-insecure)") == insecure
+        assert run.said("is not verified") == insecure
 
 
 @pytest.mark.parametrize("fault", ["unknown CA", "expired", "wrong name"])

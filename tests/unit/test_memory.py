@@ -61,15 +61,15 @@ def test_a_limit_below_what_an_idle_sidecar_needs_is_not_used(tmp_path: Path) ->
     [("1280Mi", 1280 * MEBIBYTE), ("2G", 2 * 10**9), ("536870912", GROUP), ("1.5Gi", 1536 * MEBIBYTE)],
 )
 def test_a_limit_is_a_kubernetes_quantity(text: str, bytes_: int) -> None:
-    assert parse_limit(text, "--memory-limit") == bytes_
+    assert parse_limit(text, "memory_limit") == bytes_
 
 
 @pytest.mark.parametrize("text", ["", "x", "-1Gi", "127Mi", "100m", "1 Gi", "10E", "1e99"])
 def test_any_other_limit_is_rejected_with_an_example(text: str) -> None:
     with pytest.raises(BadInput) as raised:
-        parse_limit(text, "--memory-limit")
+        parse_limit(text, "memory_limit")
     assert str(raised.value) == (
-        f"--memory-limit: {text!r} is not a valid amount of memory. Use bytes or a Kubernetes quantity of at least"
+        f"memory_limit: {text!r} is not a valid amount of memory. Use bytes or a Kubernetes quantity of at least"
         " 128Mi, for example 1280Mi."
     )
 

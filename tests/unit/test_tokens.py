@@ -71,7 +71,7 @@ def test_the_status_and_the_metrics_need_the_api_token_where_there_is_one(
 
 
 def test_a_token_is_replaced_without_a_gap(token_file: Path) -> None:
-    tokens = TokenFile(token_file, "--token-file")
+    tokens = TokenFile(token_file, "token_file")
 
     def accepted() -> list[bool]:
         tokens.reload()
@@ -90,7 +90,7 @@ def test_a_token_is_replaced_without_a_gap(token_file: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"\n\n", b"short\n", b"0123456789abcdef\nshort\n", b"\xff" * 20])
 def test_a_file_without_a_long_token_is_rejected(content: bytes, policy: Path, token_file: Path) -> None:
     token_file.write_bytes(content)
-    with pytest.raises(BadInput, match=r"^--token-file: .*: not a token file\. Use one token a line, each of 16"):
+    with pytest.raises(BadInput, match=r"^token_file: .*: not a token file\. Use one token a line, each of 16"):
         create_app(ServeSettings(policy, token_file=token_file))
 
 
