@@ -11,7 +11,7 @@ from control_plane.tls import ServerTrust, read_ca
 
 @dataclass(frozen=True)
 class ControlPlaneEndpoint:
-    """Where sidecars poll, and how they verify who answers. trust: None with plain HTTP."""
+    """Where sidecars poll, and how they verify the control plane. trust: None with plain HTTP."""
 
     address: Address
     trust: ServerTrust | None
@@ -51,8 +51,8 @@ class ControlPlaneEndpoint:
         if self.trust:
             return None
         return (
-            f"warning: polls of http://{self.address} are neither encrypted nor authenticated. Whoever can answer them"
-            " can run code in the sidecar. Use an https:// URL and the CA that signed the control plane's certificate."
+            f"warning: polls of http://{self.address} are neither encrypted nor authenticated. Whoever can respond to"
+            " them can run code in the sidecar. Use an https:// URL and the CA that signed its certificate."
         )
 
 

@@ -17,21 +17,22 @@ Headers = Sequence[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Explanation:
-    """What becomes of a request, and what the sidecar says of it.
+    """What becomes of a request, and what the sidecar reports about it.
 
     `report` is what the response header and the access log say; None on a route that is not edited.
-    `headers` and `body` are what vLLM gets; `refusal` is the answer where nothing reaches vLLM (status, body).
-    `trusted_by` is the rule of the policy's `trust` that lets the client name a priority: "nothing" where none does,
-    None where the policy has no `trust`.
-    `answer` is what becomes of an answer `{"priority":0}` on a route whose answer is edited.
+    `headers` and `body` are what vLLM receives. `rejection` is the sidecar's own response (status, body) if nothing
+    reaches vLLM.
+    `trusted_by` is the rule of the policy's `trust` that lets the client set a priority: "nothing" if no rule does,
+    None if the policy has no `trust`.
+    `response` is the body that the client receives on a route whose response is edited, by default of `{"priority":0}`.
     """
 
     report: str | None
     headers: tuple[tuple[str, str], ...]
     body: bytes
-    refusal: tuple[int, bytes] | None
-    answer: bytes | None
-    answer_headers: tuple[tuple[str, str], ...]
+    rejection: tuple[int, bytes] | None
+    response: bytes | None
+    response_headers: tuple[tuple[str, str], ...]
     trusted_by: str | None
 
     @property
@@ -63,10 +64,10 @@ def explain(
     *,
     method: str = "POST",
     client: Client = LOCAL_CLIENT,
-    answer: bytes = b'{"priority":0}',
+    response: bytes = b'{"priority":0}',
 ) -> Explanation:
     """Run one request, its body in these chunks, through the filter with this policy."""
-    return Filter(policy, role).explain(path, headers, chunks, method=method, client=client, answer=answer)
+    return Filter(policy, role).explain(path, headers, chunks, method=method, client=client, response=response)
 
 
 class Filter:
@@ -101,11 +102,11 @@ class Filter:
         *,
         method: str = "POST",
         client: Client = LOCAL_CLIENT,
-        answer: bytes = b'{"priority":0}',
-        answer_head: Headers = ((":status", "200"), ("content-type", "application/json")),
-        answer_chunks: Sequence[bytes] | None = None,
+        response: bytes = b'{"priority":0}',
+        response_head: Headers = ((":status", "200"), ("content-type", "application/json")),
+        response_chunks: Sequence[bytes] | None = None,
     ) -> Explanation:
-        """Run one request, its body in these chunks, and this response to it (`answer_chunks`: the same, in pieces)."""
+        """Run one request, its body in these chunks, and this response to it (or `response_chunks`, its pieces)."""
         metadata = Metadata(self._to_table)
         pseudo = [(b":method", method.encode()), (b":path", path.encode())]
         lines = pseudo + [(name.lower().encode(), value.encode("latin-1")) for name, value in headers]
@@ -117,22 +118,22 @@ class Filter:
             self._on_deferred(request)
         rejection = request.response
         if rejection is None:
-            head = [(name.lower().encode(), value.encode("latin-1")) for name, value in answer_head]
-            response = Stream(head, answer_chunks or [answer], metadata)
+            head = [(name.lower().encode(), value.encode("latin-1")) for name, value in response_head]
+            stream = Stream(head, response_chunks or [response], metadata)
         else:
-            response = Stream(list(rejection[0].items()), [rejection[1]], metadata)
+            stream = Stream(list(rejection[0].items()), [rejection[1]], metadata)
         if self._routes_report and metadata.report is not None:
-            response.headers().replace(self._routes_report.encode(), metadata.report)
+            stream.headers().replace(self._routes_report.encode(), metadata.report)
         for on_response in self._on_response:
-            on_response(response)
+            on_response(stream)
         self._collect(b"collect")
         return Explanation(
             report=_text(metadata.report),
             headers=request.listed(),
             body=b"".join(request.chunks),
-            refusal=None if rejection is None else (int(rejection[0][b":status"]), rejection[1]),
-            answer=b"".join(response.chunks) if b"response" in metadata.values else None,
-            answer_headers=response.listed(),
+            rejection=None if rejection is None else (int(rejection[0][b":status"]), rejection[1]),
+            response=b"".join(stream.chunks) if b"response" in metadata.values else None,
+            response_headers=stream.listed(),
             trusted_by=_text(metadata.values.get(b"trusted_by")),
         )
 

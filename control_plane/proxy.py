@@ -218,7 +218,7 @@ class Sidecar:
             self._logging.join(1)
 
     def stats(self, pattern: str, admin: httpx.Client | None = None) -> dict[str, int]:
-        """Envoy's counters and gauges whose names match the regular expression; empty where Envoy does not answer."""
+        """Envoy's counters and gauges whose names match the regular expression; empty if Envoy does not respond."""
         get = admin.get if admin else partial(httpx.get, timeout=2, trust_env=False)
         try:
             lines = get(f"{self.admin}/stats", params={"filter": pattern}).text.splitlines()
@@ -234,7 +234,7 @@ class Sidecar:
             return False
 
     def _requests(self, admin: httpx.Client) -> dict[str, int]:
-        """How many requests are `active`, and how many there were in `total`; empty where Envoy does not answer."""
+        """How many requests are `active`, and how many there were in `total`; empty if Envoy does not respond."""
         found = self.stats(r"^http\.vllm_priority\.downstream_rq_(active|total)$", admin)
         return {name.rpartition("_")[2]: value for name, value in found.items()}
 

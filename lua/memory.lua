@@ -1,7 +1,7 @@
 -- Whether Envoy has the memory to hold more of a body.
 --
 -- Envoy's own means are not enough: its overload manager can reset HTTP/2 streams only, and a reset tells the client
--- nothing. So the filter looks at the resident set of the process, and a body that must not grow is answered with 503.
+-- nothing. So the filter looks at the resident set of the process, and a body that must not grow is rejected with 503.
 
 local memory = {}
 

@@ -56,11 +56,13 @@ def _used_by_some() -> str:
     )
 )
 @role_option
-@option("--target", type=click.Choice(list(TARGETS)), required=True, help="What will read it.")
+@option("--target", type=click.Choice(list(TARGETS)), required=True, help="Where the configuration will be used.")
 @policy_option
 @policy_name_option
 @option(
-    "--upstream", metavar="[https://]HOST:PORT", help="The vLLM server, or its Service. Default: as the role has it."
+    "--upstream",
+    metavar="[https://]HOST:PORT",
+    help="vLLM server, or its Service. Default: the local server, or the Service vllm-ROLE.",
 )
 @upstream_tls_options
 @listen_option
@@ -68,20 +70,32 @@ def _used_by_some() -> str:
 @control_plane_option
 @control_plane_ca_option
 @token_file_option
-@option("--health", metavar="HOST:PORT", help="Address for GET /ready and GET /stats/prometheus. Default: none.")
-@option("--access-log", metavar="FILE", default="/dev/stdout", show_default=True, help="Envoy's access log.")
+@option(
+    "--health",
+    metavar="HOST:PORT",
+    help="Address of a listener for GET /ready and GET /stats/prometheus. Default: none.",
+)
+@option("--access-log", metavar="FILE", default="/dev/stdout", show_default=True, help="File of Envoy's access log.")
 @request_timeout_option
-@memory_limit_option(help="Memory that Envoy may use, such as 1280Mi. Default: 1280Mi.")
-@option("--namespace", metavar="NAME", help="Of the objects for Istio and Envoy Gateway. Default: kubectl's.")
+@memory_limit_option(help="Memory that Envoy may use. Default: 1280Mi.")
+@option(
+    "--namespace",
+    metavar="NAME",
+    help="Namespace of the objects for Istio and Envoy Gateway. Default: that of kubectl.",
+)
 @option(
     "--selector", multiple=True, metavar="KEY=VALUE",
-    help="istio: a label of the pods; may be given several times. Default: vllm-priority.io/role=ROLE.",
+    help="Label of the pods, for istio. Repeatable. Default: vllm-priority.io/role=ROLE.",
 )  # fmt: skip
-@option("--gateway", metavar="[NAMESPACE/]NAME", help="envoy-gateway: the Gateway. Default: eg.")
+@option("--gateway", metavar="[NAMESPACE/]NAME", help="Gateway, for envoy-gateway. Default: eg.")
 @spread_option
-@option("--check", is_flag=True, help="Have Envoy check a bootstrap before it is written.")
-@option("--envoy", metavar="FILE", help="Envoy for --check. Default: $ENVOY, the PATH, the PyPI wheel.")
-@option("-o", "--output", metavar="FILE", help="Where to write. Default: standard output.")
+@option("--check", is_flag=True, help="Have Envoy check the bootstrap before it is written.")
+@option(
+    "--envoy",
+    metavar="FILE",
+    help="Envoy program for --check. Default: $ENVOY, or the one on the PATH or in the PyPI wheel.",
+)
+@option("-o", "--output", metavar="FILE", help="File to write. Default: standard output.")
 @click.pass_context
 def config(
     context: click.Context,

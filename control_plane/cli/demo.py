@@ -9,7 +9,7 @@ from control_plane.cli.options import example, json_option, option
 
 
 @click.command(epilog=example("vllm-priority demo"))
-@option("--envoy", metavar="FILE", help="Envoy to run. Default: $ENVOY, else the one on the PATH or in the PyPI wheel.")
+@option("--envoy", metavar="FILE", help="Envoy program. Default: $ENVOY, or the one on the PATH or in the PyPI wheel.")
 @json_option
 def demo(envoy: str | None, as_json: bool) -> None:
     """Show the fault and its cure on this machine, with simulated vLLM servers and real sidecars.

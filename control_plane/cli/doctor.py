@@ -13,6 +13,7 @@ from control_plane.cli.options import (
     option,
     option_of,
 )
+from control_plane.cli.terminal import complain
 from control_plane.vllm import INT64_MIN
 
 
@@ -83,7 +84,10 @@ def doctor(
     if kubernetes:
         if render_url is not None or engine_url is not None:
             raise click.UsageError("--kubernetes examines a cluster. Do not use --render and --engine with it.")
-        cluster = asyncio.run(examination.examine_cluster(examination.find_access(kubeconfig, context), namespace))
+        access = examination.find_access(kubeconfig, context)
+        where = "all namespaces" if namespace is None else f"the namespace {namespace}"
+        complain(f"{access.url}: list the pods, Services, InferencePools and workloads of {where}.")
+        cluster = asyncio.run(examination.examine_cluster(access, namespace))
         click.echo(json.dumps(cluster.to_json())) if as_json else Console().print(examination.cluster_table(cluster))
         sys.exit(cluster.exit_status)
     if namespace is not None or kubeconfig is not None or context is not None:
@@ -99,7 +103,7 @@ def doctor(
         queue_timeout=queue_timeout,
         max_fill=max_fill,
     )
-    report = asyncio.run(examination.examine(settings, lambda line: click.echo(line, err=True), option_of))
+    report = asyncio.run(examination.examine(settings, complain, option_of))
     if as_json:
         click.echo(json.dumps(report.to_json()))
     else:

@@ -36,16 +36,34 @@ _VALUE = r"[\t\x20-\x7e\x80-\xff]*"
         "vllm-priority explain --path /v1/chat/completions -H 'X-Vllm-Priority: 5' --policy policy.yaml --peer 10.1.2.3"
     ),
 )
-@option("--path", required=True, metavar="PATH", help="Request target, such as /inference/v1/generate.")
-@option("-H", "--header", "headers", multiple=True, metavar="'NAME: VALUE'", help="May be given several times.")
-@option("-d", "--data", metavar="BODY|@FILE", default="{}", show_default=True, help="Request body. @-: stdin.")
+@option("--path", required=True, metavar="PATH", help="Request target, for example /inference/v1/generate.")
+@option("-H", "--header", "headers", multiple=True, metavar="'NAME: VALUE'", help="Request header. Repeatable.")
+@option(
+    "-d",
+    "--data",
+    metavar="BODY|@FILE",
+    default="{}",
+    show_default=True,
+    help="Request body, or the file that contains it. @-: standard input.",
+)
 @option("-X", "--method", default="POST", show_default=True, help="Request method.")
 @option(
     "--peer", metavar="IP", default="127.0.0.1", show_default=True,
-    help="Address that the connection comes from, for a policy with trust.",
+    help="Address of the client, for a policy with trust.",
 )  # fmt: skip
-@option("--identity", metavar="NAME", multiple=True, help="URI or DNS name in the client's verified certificate.")
-@option("--role", type=click.Choice(ROLES), default="engine", show_default=True, help="What vLLM does there.")
+@option(
+    "--identity",
+    metavar="NAME",
+    multiple=True,
+    help="URI or DNS name in the client's certificate, for a policy with trust. Repeatable.",
+)
+@option(
+    "--role",
+    type=click.Choice(ROLES),
+    default="engine",
+    show_default=True,
+    help="Role of the vLLM server behind the sidecar.",
+)
 @policy_option
 @policy_name_option
 @json_option
@@ -61,7 +79,7 @@ def explain_command(
     policy_name: str | None,
     as_json: bool,
 ) -> None:
-    """Say what the sidecar would do to a request. It runs the sidecar's own Lua here, and sends nothing."""
+    """Show what the sidecar would do to a request. It runs the sidecar's own Lua here, and sends nothing."""
     if not re.fullmatch(r"/\S*", path) or not path.isprintable():
         raise BadInput(
             f"--path: {path!r} is not a valid request target. Use a path that starts with / and has no spaces, for"
@@ -125,33 +143,35 @@ def _explained(found: Explanation) -> dict[str, Any]:
         "source": found.source,
         "report": found.report,
         "trusted_by": found.trusted_by,
-        "reaches_vllm": found.refusal is None,
+        "reaches_vllm": found.rejection is None,
         "headers": list(found.headers),
         "body": found.body.decode("utf-8", "backslashreplace"),
-        "answer": None
-        if found.refusal is None
-        else {"status": found.refusal[0], "body": found.refusal[1].decode("utf-8", "backslashreplace")},
-        "edited_answer": None if found.answer is None else found.answer.decode("utf-8", "backslashreplace"),
+        "response": None
+        if found.rejection is None
+        else {"status": found.rejection[0], "body": found.rejection[1].decode("utf-8", "backslashreplace")},
+        "edited_response": None if found.response is None else found.response.decode("utf-8", "backslashreplace"),
     }
 
 
 def _print_explanation(found: Explanation, policy: Policy) -> None:
     if found.outcome is None:
-        click.echo("outcome: none. No POST on a route that the policy edits: it passes untouched.")
+        click.echo(
+            "outcome: none. Only POST requests on the routes of the policy are edited, so it passes through unchanged."
+        )
         return
     click.echo(f"outcome: {found.outcome}")
     if policy.report_header:
-        click.echo(f"answer's header: {policy.report_header}: {found.report}")
+        click.echo(f"response header: {policy.report_header}: {found.report}")
     if found.trusted_by is not None:
         click.echo(f"trusted by: {found.trusted_by}")
-    if found.refusal is not None:
+    if found.rejection is not None:
         click.echo(
-            f"answered by the sidecar: {found.refusal[0]} {found.refusal[1].decode('utf-8', 'backslashreplace')}"
+            f"response of the sidecar: {found.rejection[0]} {found.rejection[1].decode('utf-8', 'backslashreplace')}"
         )
         return
-    click.echo("what vLLM gets:")
+    click.echo("request to vLLM:")
     for name, value in found.headers:
         click.echo(f"  {name}: {value}")
     click.echo(f"  {found.body.decode('utf-8', 'backslashreplace')}")
-    if found.answer is not None:
-        click.echo(f'an answer {{"priority":0}} reaches the client as: {found.answer.decode()}')
+    if found.response is not None:
+        click.echo(f'response {{"priority":0}} reaches the client as: {found.response.decode()}')

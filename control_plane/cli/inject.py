@@ -21,12 +21,12 @@ from control_plane.injector.manifests import inject_stream, uninject_stream
         "vllm-priority inject -f injected.yaml --uninject > deployment.yaml"
     ),
 )
-@option("-f", "--file", "path", metavar="FILE|-", required=True, help="Manifests in YAML or JSON. -: stdin.")
-@option("--uninject", is_flag=True, help="Take the sidecars out again.")
+@option("-f", "--file", "path", metavar="FILE|-", required=True, help="Manifests in YAML or JSON. -: standard input.")
+@option("--uninject", is_flag=True, help="Remove the sidecars.")
 @policy_option
 @injector_options
 def inject(path: str, uninject: bool, policy: str | None, **options: Any) -> None:
-    """Inject sidecars into manifests, without a cluster. All that need not change keeps its bytes."""
+    """Inject sidecars into manifests, without a cluster. Everything else in the text is left unchanged."""
     settings = injector_settings(options)
     try:
         text = (sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()).decode()

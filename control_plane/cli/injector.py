@@ -22,10 +22,13 @@ from control_plane.injector.settings import (
 
 # How injected sidecars are set up: the same options for the webhook and for files.
 _OPTIONS = (
-    option("--sidecar-image", metavar="IMAGE", default=ENVOY_IMAGE, show_default=True, help="Envoy's image."),
+    option("--sidecar-image", metavar="IMAGE", default=ENVOY_IMAGE, show_default=True, help="Image of Envoy."),
     option("--redirect-image", metavar="IMAGE", default=REDIRECT_IMAGE, help="Image with nft, for mode redirect."),
     option("--sidecar-resources", metavar="JSON", help='Resources, for example {"requests": {"cpu": "100m"}}.'),
-    option("--sidecar-concurrency", type=whole_numbers(WORKERS), default=2, show_default=True, help="Worker threads."),
+    option(
+        "--sidecar-concurrency", type=whole_numbers(WORKERS), default=2, show_default=True,
+        help="Number of Envoy's worker threads.",
+    ),
     option(
         "--sidecar-uid", metavar="UID|none", default="65532", show_default=True,
         help="User id of the sidecar. none: the cluster chooses it (OpenShift), and there is no mode redirect.",
@@ -37,7 +40,7 @@ _OPTIONS = (
     option(
         "--forbid-annotation", multiple=True,
         type=click.Choice([name.removeprefix(PREFIX) for name in REQUEST_ANNOTATIONS]),
-        help="An annotation that pods must not have, for example image; may be given several times.",
+        help="An annotation that pods must not have, without its prefix. Repeatable.",
     ),
     option(
         "--native", type=click.Choice(["auto", "true", "false"]), default="auto", show_default=True,
@@ -55,7 +58,7 @@ _OPTIONS = (
     option("--control-plane-ca", metavar="FILE", help="CA that signed the control plane's certificate, in PEM."),
     option(
         "--drain-seconds", type=whole_numbers(DRAIN_SECONDS), default=5, show_default=True,
-        help="How long vLLM goes on serving after its pod began to stop, in seconds.",
+        help="How long vLLM continues to serve when its pod stops, in seconds.",
     ),
 )  # fmt: skip
 

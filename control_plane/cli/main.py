@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import click
 
+from control_plane import __version__
+from control_plane.cli.completion import completion
 from control_plane.cli.config import config
 from control_plane.cli.demo import demo
 from control_plane.cli.doctor import doctor
@@ -31,6 +33,7 @@ _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
         "vllm-priority demo\nvllm-priority run --role engine --upstream 127.0.0.1:8001 --listen 0.0.0.0:18001"
     ),
 )
+@click.version_option(__version__, message="%(prog)s %(version)s", help="Print the version and exit.")
 @click.pass_context
 def cli(context: click.Context) -> None:
     """Request priorities on the vLLM routes that ignore the X-Vllm-Priority header."""
@@ -38,15 +41,21 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for command in (config, demo, doctor, explain_command, inject, run, serve, validate, version, watch):
+for command in (completion, config, demo, doctor, explain_command, inject, run, serve, validate, version, watch):
     cli.add_command(command)
+
+
+def _name(parameter: click.Parameter) -> str:
+    return parameter.opts[-1] if isinstance(parameter, click.Option) else parameter.human_readable_name
 
 
 def _usage_problem(error: click.UsageError) -> str:
     """Return what is wrong in full sentences, which click's own messages are not."""
     match error:
-        case click.MissingParameter(param=click.Option() as missing):
-            return f"{missing.opts[-1]}: not set. {what_to_use(missing)}"
+        case click.MissingParameter(param=click.Parameter() as missing):
+            return f"{_name(missing)}: not set. {what_to_use(missing)}"
+        case click.BadParameter(param=click.Parameter() as wrong):
+            return f"{_name(wrong)}: not valid. {what_to_use(wrong)}"
         case click.NoSuchOption():
             close = f" Did you mean {error.possibilities[0]}?" if error.possibilities else ""
             return f"{error.option_name!r} is not an option of this command.{close}"

@@ -6,6 +6,7 @@ from math import isnan
 from typing import Any, TypeVar
 
 import click
+from click.shell_completion import CompletionItem
 
 from control_plane.errors import BadInput
 from control_plane.render.placement import DEFAULT_REQUEST_TIMEOUT
@@ -60,17 +61,24 @@ class Option(click.Option):
             raise BadInput(f"{max(self.opts, key=len)}: {text[:60]!r} is not valid. {what_to_use(self)}")
         return cast
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Return the completions of a value. For a file, the shell itself knows them."""
+        if self.metavar and self.metavar.startswith("FILE"):
+            return [CompletionItem(incomplete, type="file")]
+        return super().shell_complete(ctx, incomplete)
 
-def what_to_use(option: click.Option) -> str:
-    """Return which values an option accepts, as a sentence."""
-    match option.type:
+
+def what_to_use(parameter: click.Parameter) -> str:
+    """Return which values a parameter accepts, as a sentence."""
+    metavar = parameter.metavar or ""
+    match parameter.type:
         case click.Choice(choices=choices):
             return f"It must be one of: {', '.join(choices)}."
         case click.IntRange(min=low, max=high):
             return f"Use a whole number from {low} to {high}."
         case click.FloatRange(min=low, max=high):
             return f"Use a number from {low} to {high}."
-    return "Use the path of a file." if (option.metavar or "").startswith("FILE") else f"Use {option.metavar}."
+    return "Use the path of a file." if metavar.startswith("FILE") else f"Use {metavar}."
 
 
 option = partial(click.option, cls=Option)
@@ -81,12 +89,26 @@ def whole_numbers(numbers: range) -> click.IntRange:
     return click.IntRange(numbers[0], numbers[-1])
 
 
-role_option = option("--role", type=click.Choice(ROLES), required=True, help="What vLLM does there.")
+role_option = option(
+    "--role", type=click.Choice(ROLES), required=True, help="Role of the vLLM server behind the sidecar."
+)
 memory_limit_option = partial(option, "--memory-limit", metavar="AMOUNT")
 policy_option = option("--policy", metavar="FILE", help="Policy in YAML. Default: the built-in policy.")
-policy_name_option = option("--policy-name", metavar="NAME", help="One of the file's named policies.")
-listen_option = option("--listen", metavar="HOST:PORT", help="Where the sidecar listens. Default: as the role has it.")
-admin_option = option("--admin", metavar="HOST:PORT", help="Envoy's admin: metrics and drain. Default: loopback.")
+policy_name_option = option(
+    "--policy-name",
+    metavar="NAME",
+    help="Name of one of the policies in the file. Default: the file's default policy.",
+)
+listen_option = option(
+    "--listen",
+    metavar="HOST:PORT",
+    help="Address of the sidecar. Default: 0.0.0.0:18000 for render, 0.0.0.0:18001 for engine.",
+)
+admin_option = option(
+    "--admin",
+    metavar="HOST:PORT",
+    help="Address of Envoy's admin interface. Default: 127.0.0.1:19000 for render, 127.0.0.1:19001 for engine.",
+)
 control_plane_option = option(
     "--control-plane", metavar="URL",
     help="A running `vllm-priority serve` that sends policy changes: https://HOST:PORT, or http://HOST:PORT.",
@@ -95,21 +117,31 @@ control_plane_ca_option = option(
     "--control-plane-ca", metavar="FILE", help="CA that signed the control plane's certificate, in PEM."
 )
 token_file_option = option(
-    "--token-file", metavar="FILE", help="File whose first line is the token that polls carry. It may change."
+    "--token-file",
+    metavar="FILE",
+    help="File whose first line is the token to send to the control plane. It is read again when it changes.",
 )
 request_timeout_option = option(
     "--request-timeout", type=whole_numbers(range(86401)), default=DEFAULT_REQUEST_TIMEOUT, show_default=True,
-    metavar="SECONDS", help="How long a request may take to arrive. Responses are not bound by it. 0: no bound.",
+    metavar="SECONDS", help="How long a request may take to arrive, in seconds. 0: no limit.",
 )  # fmt: skip
 spread_option = option(
     "--spread", is_flag=True,
-    help="Send requests to every address of the upstream's name in turn, as to several servers.",
+    help="Treat the addresses of the upstream's name as several servers, and send requests to each in turn.",
 )  # fmt: skip
 json_option = option("--json", "as_json", is_flag=True, help="Print JSON.")
 _UPSTREAM_TLS_OPTIONS = (
-    option("--upstream-ca", metavar="FILE", help="CA that signed the vLLM server's certificate, in PEM."),
-    option("--upstream-server-name", metavar="NAME", help="Name in that certificate. Default: the host in --upstream."),
-    option("--upstream-insecure", is_flag=True, help="Do not verify that certificate. Only for a server on loopback."),
+    option("--upstream-ca", metavar="FILE", help="CA that signed the certificate of the vLLM server, in PEM."),
+    option(
+        "--upstream-server-name",
+        metavar="NAME",
+        help="Name in the certificate of the vLLM server. Default: the host in --upstream.",
+    ),
+    option(
+        "--upstream-insecure",
+        is_flag=True,
+        help="Do not verify the certificate of the vLLM server. Only for a server on this machine.",
+    ),
 )
 
 

@@ -18,7 +18,7 @@ from control_plane.policy.load import load_policies
     epilog=example("vllm-priority validate -f policy.yaml\nvllm-priority validate -f new.yaml --against old.yaml")
 )
 @option("-f", "--file", "path", metavar="FILE", required=True, help="Policy in YAML.")
-@option("--against", metavar="FILE", help="Another policy in YAML: print what changes if the first one replaces it.")
+@option("--against", metavar="FILE", help="Policy in YAML to compare with. Prints what changes if --file replaces it.")
 @json_option
 def validate(path: str, against: str | None, as_json: bool) -> None:
     """Check a policy file."""

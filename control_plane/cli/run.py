@@ -48,28 +48,34 @@ from control_plane.vllm import Role
     )
 )
 @role_option
-@option("--upstream", metavar="[https://]HOST:PORT", required=True, help="The vLLM server.")
+@option("--upstream", metavar="[https://]HOST:PORT", required=True, help="vLLM server to forward requests to.")
 @upstream_tls_options
-@option("--listen", metavar="HOST:PORT", required=True, help="Where the sidecar listens.")
+@option("--listen", metavar="HOST:PORT", required=True, help="Address of the sidecar.")
 @admin_option
 @policy_option
 @policy_name_option
 @control_plane_option
 @control_plane_ca_option
 @token_file_option
-@option("--concurrency", type=whole_numbers(WORKERS), default=2, show_default=True, help="Envoy workers.")
-@option("--envoy", metavar="FILE", help="Envoy to run. Default: $ENVOY, the PATH, the PyPI wheel.")
-@option("--tls-cert", metavar="FILE", help="Certificate that the sidecar serves, in PEM. It may change.")
-@option("--tls-key", metavar="FILE", help="Key of that certificate, in PEM.")
-@option("--client-ca", metavar="FILE", help="CA that clients' certificates must be signed by, in PEM. It may change.")
-@option("--access-log", metavar="FILE", default="/dev/stdout", show_default=True, help="Envoy's access log.")
+@option(
+    "--concurrency", type=whole_numbers(WORKERS), default=2, show_default=True, help="Number of Envoy's worker threads."
+)
+@option("--envoy", metavar="FILE", help="Envoy program. Default: $ENVOY, or the one on the PATH or in the PyPI wheel.")
+@option("--tls-cert", metavar="FILE", help="Certificate of the sidecar, in PEM. It is read again when it changes.")
+@option("--tls-key", metavar="FILE", help="Key of the certificate, in PEM.")
+@option(
+    "--client-ca",
+    metavar="FILE",
+    help="CA that must have signed the certificates of clients, in PEM. It is read again when it changes.",
+)
+@option("--access-log", metavar="FILE", default="/dev/stdout", show_default=True, help="File of Envoy's access log.")
 @request_timeout_option
 @memory_limit_option(
-    help="Memory that Envoy may use, such as 1280Mi. Default: this container's limit, or a quarter of the machine's."
+    help="Memory that Envoy may use. Default: this container's limit, or a quarter of the machine's memory."
 )
 @option(
     "--drain-seconds", type=click.FloatRange(0, 86400), default=30, show_default=True, metavar="SECONDS",
-    help="How long the requests in flight may take to end after SIGTERM or SIGINT.",
+    help="How long requests in flight may take to end after SIGTERM or SIGINT, in seconds.",
 )  # fmt: skip
 @option(
     "--drain-accept-seconds", type=click.FloatRange(0, 86400), metavar="SECONDS",
@@ -100,7 +106,7 @@ def run(
     client_ca: str | None,
     **upstream_tls: Any,
 ) -> None:
-    """Run a sidecar in the foreground, in front of a vLLM server that is running.
+    """Run a sidecar in the foreground, in front of a running vLLM server.
 
     SIGHUP reads the file of --policy again, and no connection is lost. SIGTERM and SIGINT drain first.
     """

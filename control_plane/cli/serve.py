@@ -21,13 +21,17 @@ from control_plane.cli.options import example, option
 @option("--tls-listen", metavar="HOST:PORT", help="Address for TLS. Default: 0.0.0.0:8443.")
 @option("--tls-cert", metavar="FILE", help="TLS certificate in PEM. It is reloaded when it changes.")
 @option("--tls-key", metavar="FILE", help="Key of the TLS certificate, in PEM.")
-@option("--token-file", metavar="FILE", help="Tokens, one a line, of which polls must carry one. It may change.")
+@option(
+    "--token-file",
+    metavar="FILE",
+    help="File of tokens, one on each line. Polls must carry one. It is read again when it changes.",
+)
 @option(
     "--api-token-file", metavar="FILE",
-    help="Tokens, one a line, of which requests for /api/ and /metrics must carry one. It may change.",
+    help="File of tokens, one on each line. Requests for /api/ and /metrics must carry one.",
 )  # fmt: skip
 @option("--read-services", is_flag=True, help="Read the Services of a pod's namespace from the Kubernetes API.")
-@option("--write-events", is_flag=True, help="Write an Event on a pod's owner that says what was done and warned of.")
+@option("--write-events", is_flag=True, help="Write Events about injections and their warnings, on the owners of pods.")
 @option(
     "--numeric-services", type=click.Choice(["warn", "redirect"]), default="warn", show_default=True,
     help="What to do if a Service targets vLLM's port by number and thus bypasses the sidecar.",

@@ -13,7 +13,7 @@ from control_plane.errors import PriorityError
 @click.command(epilog=example("vllm-priority version"))
 @json_option
 def version(as_json: bool) -> None:
-    """Say which version this is, and which Envoy it would run."""
+    """Print the version of vllm-priority, and of the Envoy that it would run."""
     try:
         envoy = str(proxy.find_envoy())
         found = proxy.envoy_version(Path(envoy))

@@ -161,7 +161,7 @@ def decide(
 
 
 def review(uid: str, mutation: Mutation | None = None, warnings: Warnings = ()) -> dict[str, Any]:
-    """Return the AdmissionReview that answers a request.
+    """Return the AdmissionReview with the response to a request.
 
     Args:
         uid: the request's.

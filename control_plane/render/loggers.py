@@ -71,11 +71,11 @@ def loggers(path: str) -> list[Resource]:
             "match_if_key_not_found": False,
         }
     }
-    answered = {"and_filter": {"filters": [reported, cel_filter("response.code_details == 'via_upstream'")]}}
+    from_upstream = {"and_filter": {"filters": [reported, cel_filter("response.code_details == 'via_upstream'")]}}
     return [
         {"name": "log", "filter": reported, "typed_config": access_log(path)},
         {"name": "counts", "filter": reported, "typed_config": counts()},
-        {"name": "times", "filter": answered, "typed_config": times()},
+        {"name": "times", "filter": from_upstream, "typed_config": times()},
     ]
 
 

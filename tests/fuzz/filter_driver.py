@@ -63,7 +63,7 @@ def run(sent: Sent) -> Outcome:
     lengths = [value for name, value in found.headers if name == "content-length"]
     assert len(lengths) <= 1, "two lengths"
     return Outcome(
-        status=found.refusal[0] if found.refusal else None,
+        status=found.rejection[0] if found.rejection else None,
         body=found.body,
         declared=int(lengths[0]) if lengths else None,
         applied=found.value,

@@ -25,6 +25,7 @@ from control_plane.render.targets import TARGETS
 from tests.pem import Authority, write_pair
 from tools.build_manifests import injected_example
 
+ROOT = Path(__file__).parents[2]
 COMMANDS = sorted(cli.commands)
 
 
@@ -109,13 +110,15 @@ def refused(found: Outcome, status: int, message: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_has_an_example_that_the_command_line_takes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_has_examples_that_the_command_line_accepts(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = call(capsys, [name, "--help"])
     assert (status, err) == (0, "")
-    example = out.partition("Examples:")[2].split("\n")[1]
-    assert f"vllm-priority {name}" in example
-    for option in (word for word in shlex.split(example, comments=True) if re.match("--?[a-z]", word, re.IGNORECASE)):
-        assert any(option in parameter.opts for parameter in cli.commands[name].params), option
+    lines = out.partition("Examples:\n")[2].splitlines()
+    examples = [found[1] for line in lines if (found := re.search(rf"vllm-priority {name}\b(.*)$", line))]
+    assert examples and len(examples) == len(lines)
+    for example in examples:
+        words = itertools.takewhile(lambda word: word not in ("|", ">"), shlex.split(example.rstrip(')"')))
+        cli.commands[name].make_context(name, list(words))  # raises if a word is not valid
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -134,7 +137,8 @@ def test_every_option_says_what_it_is_for(name: str) -> None:
         (name, option)
         for name in COMMANDS
         for option in cli.commands[name].params
-        if not isinstance(option.type, (click.types.StringParamType, click.types.BoolParamType))
+        if isinstance(option, click.Option)
+        and not isinstance(option.type, (click.types.StringParamType, click.types.BoolParamType))
     ],
     ids=lambda value: value if isinstance(value, str) else max(value.opts, key=len),
 )
@@ -167,6 +171,78 @@ def test_the_bare_command_lists_the_commands(arguments: list[str], capsys: pytes
     assert (status, err) == (0, "")
     assert all(f"  {name}" in out for name in COMMANDS)
     assert "vllm-priority demo" in out
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--version", "run"]])
+def test_the_option_version_prints_only_the_version(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(capsys, arguments) == (0, f"vllm-priority {__version__}\n", "")
+
+
+def _complete(line: str, folder: Path) -> list[str]:
+    """What bash, set up by the command, completes at the end of a line."""
+    program = folder / "bin" / "vllm-priority"
+    program.parent.mkdir(exist_ok=True)
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m control_plane.cli "$@"\n')
+    program.chmod(0o755)
+    script = f"""
+        compopt() {{ COMPREPLY+=("compopt $2"); }}
+        eval "$(vllm-priority completion bash)"
+        complete -p vllm-priority >/dev/null || exit 1
+        COMP_WORDS=({line}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+        _vllm_priority_completion vllm-priority
+        printf '%s\\n' "${{COMPREPLY[@]}}"
+    """
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True,
+        env={**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.stderr == ""
+    return done.stdout.split("\n")[:-1]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("vllm-priority ex", ["explain"]),
+        ("vllm-priority run --drain", ["--drain-seconds", "--drain-accept-seconds"]),
+        ("vllm-priority config --target istio", ["istio", "istio-waypoint"]),
+        ("vllm-priority validate --file pol", ["compopt default"]),
+    ],
+)
+def test_bash_completes_commands_options_values_and_files(line: str, expected: list[str], tmp_path: Path) -> None:
+    assert _complete(line, tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("shell", "registers"),
+    [("bash", "complete -o nosort"), ("zsh", "compdef _vllm_priority_completion vllm-priority"),
+     ("fish", "complete --no-files --command vllm-priority")],
+)  # fmt: skip
+def test_each_shell_has_a_completion_script(
+    shell: str, registers: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    status, out, err = call(capsys, ["completion", shell])
+    assert (status, err) == (0, "")
+    assert registers in out
+    # What the script runs when a key is pressed.
+    monkeypatch.setenv("_VLLM_PRIORITY_COMPLETE", f"{shell}_complete")
+    monkeypatch.setenv("COMP_WORDS", "vllm-priority ex")
+    monkeypatch.setenv("COMP_CWORD", "ex" if shell == "fish" else "1")
+    status, out, _ = call(capsys, [])
+    assert (status, "explain" in out) == (0, True)
+
+
+def test_colours_are_left_out_if_the_environment_says_so(
+    dead: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """https://no-color.org"""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    colour = re.compile(r"\x1b\[[0-9;]*3[0-7]")
+    assert colour.search(call(capsys, ["doctor", "--engine", f"http://{dead}"]).out)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not colour.search(call(capsys, ["doctor", "--engine", f"http://{dead}"]).out)
 
 
 def test_version_says_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,11 +311,13 @@ URL = "is not a valid server URL. Use the root URL of a server, for example http
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nope"], "vllm-priority: 'nope' is not a command. It must be one of: config, demo, doctor,"),
+        (["nope"], "vllm-priority: 'nope' is not a command. It must be one of: completion, config,"),
         (["--nope"], "vllm-priority: '--nope' is not an option of this command. See vllm-priority --help."),
         (["run", "--lisen", "x"], "'--lisen' is not an option of this command. Did you mean --listen?"),
         (["version", "x"], "vllm-priority version: 'x' is not expected. Every value must follow its option. See"),
         (["validate"], "vllm-priority validate: --file: not set. Use the path of a file. See vllm-"),
+        (["completion"], "vllm-priority completion: SHELL: not set. It must be one of: bash, zsh, fish. See"),
+        (["completion", "sh"], "vllm-priority completion: SHELL: not valid. It must be one of: bash, zsh, fish. See"),
         # config
         (["config", "--role", "render"], "--target: not set. It must be one of: bootstrap, xds, istio"),
         (["config", "--role", "pooler", "--target", "xds"], "--role: 'pooler' is not valid. It must be one of:"),
@@ -594,7 +672,7 @@ def test_the_doctors_advice_names_options_of_the_command(dead: str, capsys: pyte
 
 def _core() -> Iterator[tuple[Path, ast.AST]]:
     """The modules of the package without its command line, each with all nodes of its syntax."""
-    package = Path(__file__).parents[2] / "control_plane"
+    package = ROOT / "control_plane"
     for path in sorted(package.rglob("*.py")):
         if package / "cli" not in path.parents:
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -649,7 +727,7 @@ def _command(arguments: Sequence[str], folder: Path, **environment: str) -> Outc
     done = subprocess.run(
         [sys.executable, "-m", "control_plane.cli", *arguments],
         capture_output=True, text=True, timeout=60, check=False, cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), **environment},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
     )  # fmt: skip
     return Outcome(done.returncode, done.stdout, done.stderr)
 
@@ -686,7 +764,7 @@ def test_serve_refuses_what_it_cannot_serve(
 def test_a_reader_that_goes_away_is_no_traceback(folder: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-m", "control_plane.cli", *BOOTSTRAP],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
     )  # fmt: skip
     assert process.stdout
     assert process.stderr
@@ -699,7 +777,7 @@ def test_no_message_guesses_the_article_of_what_it_names() -> None:
     """f"a {noun}" reads "a AdmissionReview" for one noun or another."""
     guesses = [
         f"{path.name}:{node.lineno}"
-        for path in sorted((Path(__file__).parents[2] / "control_plane").rglob("*.py"))
+        for path in sorted((ROOT / "control_plane").rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.JoinedStr)
         for text, placed in itertools.pairwise(node.values)
@@ -804,8 +882,7 @@ def test_plain_http_to_the_control_plane_is_possible_and_warned_about(
     assert (found.status, found.err) == (
         0,
         "vllm-priority: warning: polls of http://127.0.0.1:8080 are neither encrypted nor authenticated. Whoever can "
-        "answer them can run code in the sidecar. Use an https:// URL and the CA that signed the control "
-        "plane's certificate.\n",
+        "respond to them can run code in the sidecar. Use an https:// URL and the CA that signed its certificate.\n",
     )
     found = call(capsys, [*BOOTSTRAP, "--control-plane", "https://127.0.0.1:8080", "--control-plane-ca", "ca.crt"])
     assert (found.status, found.err) == (0, "")

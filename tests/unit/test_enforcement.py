@@ -38,7 +38,7 @@ def send(
 
 
 def result(found: Explanation) -> tuple[str | None, int | bytes]:
-    return found.report, found.refusal[0] if found.refusal else found.body
+    return found.report, found.rejection[0] if found.rejection else found.body
 
 
 def names(found: Explanation) -> list[str]:
@@ -143,7 +143,7 @@ def test_on_ordinary_routes_vllm_gets_a_plain_integer_within_the_range(
     found = send(policy, body, value, path=path)
     assert found.report == report
     if isinstance(left, int):
-        assert found.refusal is not None and found.refusal[0] == left
+        assert found.rejection is not None and found.rejection[0] == left
     else:
         assert (names(found), found.body) == ([left] if left is not None else [], body)
 
@@ -292,8 +292,8 @@ def test_no_generated_document_carries_a_priority_past_a_rule() -> None:
         policy = list(allowed)[number % 4]
         body = b"".join(sent.chunks)
         found = send(policy, body, chunks=sent.chunks or [b""], length=sent.framing == "length")
-        passed += found.refusal is None
-        if found.refusal is None:
+        passed += found.rejection is None
+        if found.rejection is None:
             for reader in (json.loads, pydantic_core.from_json):
                 assert all(map(allowed[policy], read_by(reader, found.body))), (number, policy, body, found.body)
     assert passed > 500

@@ -25,8 +25,8 @@ def test_a_moved_priority_is_shown_as_vllm_gets_it(capsys: pytest.CaptureFixture
     out = run(capsys, "--path", GENERATE, "-H", "X-Vllm-Priority: -10", "-H", "X-Other: a", "-d", '{"token_ids":[1]}')
     assert [line.rstrip() for line in out.splitlines()] == [
         "outcome: inserted",
-        "answer's header: x-vllm-priority-applied: -10; source=header; outcome=inserted",
-        "what vLLM gets:",
+        "response header: x-vllm-priority-applied: -10; source=header; outcome=inserted",
+        "request to vLLM:",
         "  x-other: a",
         "  content-type: application/json",
         "  content-length: 32",
@@ -37,13 +37,13 @@ def test_a_moved_priority_is_shown_as_vllm_gets_it(capsys: pytest.CaptureFixture
 def test_a_refusal_is_shown_as_the_client_gets_it(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, "--path", GENERATE, "-H", "X-Vllm-Priority: high")
     assert "outcome: invalid\n" in out
-    assert 'answered by the sidecar: 400 {"error":{"message":"x-vllm-priority: \'high\' is not an integer' in out
-    assert "what vLLM gets" not in out
+    assert 'response of the sidecar: 400 {"error":{"message":"x-vllm-priority: \'high\' is not an integer' in out
+    assert "request to vLLM" not in out
 
 
-def test_an_edited_answer_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_edited_response_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, "--path", MESSAGES, "-H", "X-Vllm-Priority: 7", "--role", "render")
-    assert 'an answer {"priority":0} reaches the client as: {"priority":7}\n' in out
+    assert 'response {"priority":0} reaches the client as: {"priority":7}\n' in out
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,10 @@ def test_an_edited_answer_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_what_is_not_edited_passes_untouched(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, *arguments, "-H", "X-Vllm-Priority: 7")
-    assert out == "outcome: none. No POST on a route that the policy edits: it passes untouched.\n"
+    assert (
+        out
+        == "outcome: none. Only POST requests on the routes of the policy are edited, so it passes through unchanged.\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -59,7 +62,7 @@ def test_what_is_not_edited_passes_untouched(arguments: list[str], capsys: pytes
     [
         (
             ["-H", "X-Vllm-Priority: 5"],
-            {"outcome": "inserted", "priority": "5", "source": "header", "reaches_vllm": True, "answer": None},
+            {"outcome": "inserted", "priority": "5", "source": "header", "reaches_vllm": True, "response": None},
         ),
         ([], {"outcome": "absent", "priority": None, "source": None, "reaches_vllm": True, "body": "{}"}),
         (
@@ -93,7 +96,7 @@ def test_the_policys_names_are_used(tmp_path: Path, capsys: pytest.CaptureFixtur
     policy.write_text("{header: x-p, report_header: null, policies: [{name: a, selector: {}, policy: {default: 4}}]}")
     out = run(capsys, "--path", GENERATE, "-H", "X-P: 5", "--policy", str(policy))
     assert "outcome: inserted" in out
-    assert "answer's header" not in out
+    assert "response header" not in out
     out = run(capsys, "--path", GENERATE, "--policy", str(policy), "--policy-name", "a", "--json")
     assert json.loads(out)["source"] == "default"
 
@@ -101,4 +104,4 @@ def test_the_policys_names_are_used(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_nothing_is_kept_from_one_call_to_the_next() -> None:
     first = explain(Policy(), "engine", GENERATE, [("x-vllm-priority", "high")], [b"{}"])
     second = explain(Policy(), "engine", GENERATE, [("content-type", "application/json")], [b"{}"])
-    assert (first.outcome, second.outcome, second.refusal) == ("invalid", "absent", None)
+    assert (first.outcome, second.outcome, second.rejection) == ("invalid", "absent", None)

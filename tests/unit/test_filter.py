@@ -29,7 +29,7 @@ def send(
     length: bool = True,
     method: str = "POST",
     place: Place | None = None,
-    **answer: object,
+    **response: object,
 ) -> Explanation:
     """One request; `size`: bytes a chunk, 0 for one chunk; `length`: whether content-length is said."""
     key = (policy, place)
@@ -38,7 +38,7 @@ def send(
     step = size or max(len(body), 1)
     chunks = [body[at : at + step] for at in range(0, len(body), step)]
     lines = [*headers, *([("content-length", str(len(body)))] if length else [])]
-    return _filters[key].explain(path, lines, chunks, method=method, **answer)  # type: ignore[arg-type]
+    return _filters[key].explain(path, lines, chunks, method=method, **response)  # type: ignore[arg-type]
 
 
 DEFAULT = "default: 3"
@@ -105,10 +105,10 @@ def test_what_reaches_vllm_and_what_is_said_of_it(
     policy: str, headers: list[tuple[str, str]], body: bytes, report: str, passed: bytes, size: int, length: bool
 ) -> None:
     found = send(headers, body, policy=policy, size=size, length=length)
-    assert found.refusal is None
+    assert found.rejection is None
     assert found.report == report
     assert found.body == passed
-    assert dict(found.answer_headers)[REPORT] == report
+    assert dict(found.response_headers)[REPORT] == report
     lengths = [value for name, value in found.headers if name == "content-length"]
     assert lengths in ([[str(len(found.body))]] if length else [[]])
 
@@ -161,12 +161,12 @@ def test_a_refusal_is_in_vllms_shape_and_counted(
     param: str | None, size: int, length: bool,
 ) -> None:  # fmt: skip
     found = send(headers, body, policy=policy, size=size, length=length)
-    assert found.refusal is not None
-    error = json.loads(found.refusal[1])["error"]
+    assert found.rejection is not None
+    error = json.loads(found.rejection[1])["error"]
     assert message in error.pop("message")
     assert error == {"type": TYPES[status], "param": param, "code": status}
-    assert (found.refusal[0], found.outcome, found.report) == (status, outcome, f"none; outcome={outcome}")
-    assert dict(found.answer_headers)[REPORT] == found.report
+    assert (found.rejection[0], found.outcome, found.report) == (status, outcome, f"none; outcome={outcome}")
+    assert dict(found.response_headers)[REPORT] == found.report
 
 
 def test_every_outcome_but_those_of_an_answer_is_reached_here() -> None:
@@ -183,7 +183,7 @@ def test_every_outcome_but_those_of_an_answer_is_reached_here() -> None:
 @pytest.mark.parametrize("length", [True, False], ids=["length", "chunked"])
 def test_a_body_of_just_the_limit_passes(length: bool) -> None:
     found = send(body=b'{"a":1234}', policy=BIG, size=3, length=length)
-    assert (found.refusal, found.outcome) == (None, "inserted")
+    assert (found.rejection, found.outcome) == (None, "inserted")
 
 
 @pytest.mark.parametrize(
@@ -197,8 +197,8 @@ def test_a_request_that_is_not_a_post_on_an_edited_route_passes_untouched(path: 
     found = send(headers, b'{"priority":1}', path=path, method=method, policy=BIG)
     assert found.body == b'{"priority":1}'
     assert found.headers == (*headers, ("content-length", "14"))
-    assert (found.report, found.refusal, found.answer) == (None, None, None)
-    assert found.answer_headers == (JSON,)
+    assert (found.report, found.rejection, found.response) == (None, None, None)
+    assert found.response_headers == (JSON,)
 
 
 @pytest.mark.parametrize(
@@ -227,12 +227,12 @@ def test_no_report_header_where_the_policy_has_none() -> None:
     for path in (CHAT, MESSAGES):
         found = send(policy="report_header: null", path=path)
         assert found.value == "5"
-        assert REPORT not in dict(found.answer_headers)
+        assert REPORT not in dict(found.response_headers)
 
 
 def test_a_report_of_the_server_is_replaced() -> None:
     head = ((":status", "200"), JSON, (REPORT, "forged"))
-    assert dict(send(answer_head=head).answer_headers)[REPORT] == "5; source=header; outcome=inserted"
+    assert dict(send(response_head=head).response_headers)[REPORT] == "5; source=header; outcome=inserted"
 
 
 ANSWERED = [
@@ -245,38 +245,38 @@ ANSWERED = [
 
 
 @pytest.mark.parametrize("size", [0, 1, 3])
-@pytest.mark.parametrize(("answer", "edited"), ANSWERED)
-def test_the_answer_of_messages_render_is_edited(answer: bytes, edited: bytes, size: int) -> None:
-    step = size or len(answer)
-    chunks = [answer[at : at + step] for at in range(0, len(answer), step)]
-    head = ((":status", "200"), JSON, ("content-length", str(len(answer))))
-    found = send(body=b'{"priority":9}', path=MESSAGES, answer_head=head, answer_chunks=chunks)
+@pytest.mark.parametrize(("response", "edited"), ANSWERED)
+def test_the_answer_of_messages_render_is_edited(response: bytes, edited: bytes, size: int) -> None:
+    step = size or len(response)
+    chunks = [response[at : at + step] for at in range(0, len(response), step)]
+    head = ((":status", "200"), JSON, ("content-length", str(len(response))))
+    found = send(body=b'{"priority":9}', path=MESSAGES, response_head=head, response_chunks=chunks)
     assert found.body == b'{"priority":9}', "its request cannot carry one"
-    assert found.answer == edited
-    headers = dict(found.answer_headers)
-    done = "5; source=header; outcome=response_edited" if answer != b"[]" else "none; outcome=not_an_object"
+    assert found.response == edited
+    headers = dict(found.response_headers)
+    done = "5; source=header; outcome=response_edited" if response != b"[]" else "none; outcome=not_an_object"
     assert (headers[REPORT], headers["content-length"]) == (done, str(len(edited)))
 
 
 @pytest.mark.parametrize("size", [0, 1, 3])
 @pytest.mark.parametrize(
-    "answer", [b'{"priority":12', b'{"priority":1,"a":', b'{"priority":1}x', b'{"priority":{"a":[1']
+    "response", [b'{"priority":12', b'{"priority":1,"a":', b'{"priority":1}x', b'{"priority":{"a":[1']
 )
-def test_a_malformed_answer_passes_unchanged_and_is_reported(answer: bytes, size: int) -> None:
-    step = size or len(answer)
-    chunks = [answer[at : at + step] for at in range(0, len(answer), step)]
-    head = ((":status", "200"), JSON, ("content-length", str(len(answer))))
-    found = send(path=MESSAGES, answer_head=head, answer_chunks=chunks)
-    assert (found.answer, found.report) == (answer, "none; outcome=malformed_json")
-    assert dict(found.answer_headers)[REPORT] == "none; outcome=malformed_json"
+def test_a_malformed_answer_passes_unchanged_and_is_reported(response: bytes, size: int) -> None:
+    step = size or len(response)
+    chunks = [response[at : at + step] for at in range(0, len(response), step)]
+    head = ((":status", "200"), JSON, ("content-length", str(len(response))))
+    found = send(path=MESSAGES, response_head=head, response_chunks=chunks)
+    assert (found.response, found.report) == (response, "none; outcome=malformed_json")
+    assert dict(found.response_headers)[REPORT] == "none; outcome=malformed_json"
 
 
 def test_a_long_answer_that_ends_inside_a_value_loses_none_of_it() -> None:
-    answer = b'{"x":"' + b"y" * 200_000 + b'","priority":12'
-    chunks = [answer[:-8], answer[-8:-1], answer[-1:]]
-    head = ((":status", "200"), JSON, ("content-length", str(len(answer))))
-    found = send(path=MESSAGES, answer_head=head, answer_chunks=chunks)
-    assert (found.answer, found.report) == (answer, "none; outcome=malformed_json")
+    response = b'{"x":"' + b"y" * 200_000 + b'","priority":12'
+    chunks = [response[:-8], response[-8:-1], response[-1:]]
+    head = ((":status", "200"), JSON, ("content-length", str(len(response))))
+    found = send(path=MESSAGES, response_head=head, response_chunks=chunks)
+    assert (found.response, found.report) == (response, "none; outcome=malformed_json")
 
 
 @pytest.mark.parametrize("length", [True, False], ids=["length", "chunked"])
@@ -284,11 +284,11 @@ def test_a_long_answer_that_ends_inside_a_value_loses_none_of_it() -> None:
 def test_a_long_malformed_body_is_not_left_half_edited(end: bytes, length: bool) -> None:
     body = b'{"priority":9,"x":"' + b"y" * 1_100_000 + b'"' + end
     found = send(body=body, size=60_000, length=length)
-    assert (found.outcome, found.refusal and found.refusal[0]) == ("malformed_json", 400)
+    assert (found.outcome, found.rejection and found.rejection[0]) == ("malformed_json", 400)
     body = b'{"x":"' + b"y" * 1_100_000 + b'"' + end
     found = send(body=body, size=60_000, length=length)
     assert found.outcome == "malformed_json"
-    assert found.refusal is not None or found.body == body
+    assert found.rejection is not None or found.body == body
 
 
 def test_equal_content_type_lines_become_one_and_others_stay() -> None:
@@ -308,8 +308,8 @@ def test_an_edited_answer_says_where_its_priority_comes_from(
     policy: str, headers: list[tuple[str, str]], report: str
 ) -> None:
     found = send(headers, policy=policy, path=MESSAGES)
-    assert dict(found.answer_headers)[REPORT] == report
-    assert found.answer == b'{"priority":%s}' % report.partition(";")[0].encode()
+    assert dict(found.response_headers)[REPORT] == report
+    assert found.response == b'{"priority":%s}' % report.partition(";")[0].encode()
 
 
 @pytest.mark.parametrize(
@@ -324,46 +324,46 @@ def test_an_edited_answer_says_where_its_priority_comes_from(
     ],
 )
 def test_an_answer_that_cannot_carry_it_is_left_alone_and_said(head: tuple[tuple[str, str], ...], outcome: str) -> None:
-    answer = b'{"priority":0}'
-    found = send(path=MESSAGES, answer=answer, answer_head=(*head, ("content-length", "14")))
-    assert found.answer == answer
-    headers = dict(found.answer_headers)
+    response = b'{"priority":0}'
+    found = send(path=MESSAGES, response=response, response_head=(*head, ("content-length", "14")))
+    assert found.response == response
+    headers = dict(found.response_headers)
     assert headers[REPORT] == f"none; outcome={outcome}"
     assert headers["content-length"] == "14"
 
 
 def test_an_answer_whose_encoding_is_none_is_edited() -> None:
     head = ((":status", "200"), JSON, ("content-encoding", "identity"))
-    found = send(path=MESSAGES, answer=b'{"priority":0}', answer_head=head)
-    assert (found.answer, dict(found.answer_headers)[REPORT]) == (
+    found = send(path=MESSAGES, response=b'{"priority":0}', response_head=head)
+    assert (found.response, dict(found.response_headers)[REPORT]) == (
         b'{"priority":5}', "5; source=header; outcome=response_edited",
     )  # fmt: skip
 
 
 def test_an_answer_without_a_priority_asked_for_is_left_alone() -> None:
     found = send(NO, path=MESSAGES)
-    assert (found.answer, found.report) == (None, "none; outcome=absent")
+    assert (found.response, found.report) == (None, "none; outcome=absent")
 
 
 @pytest.mark.parametrize("value", ["high", "9" * 30])
 def test_a_bad_value_is_refused_on_messages_render_too(value: str) -> None:
     found = send([JSON, (X, value)], path=MESSAGES)
-    assert found.refusal is not None
-    assert found.refusal[0] == 400
+    assert found.rejection is not None
+    assert found.rejection[0] == 400
 
 
 def test_a_path_with_a_control_character_is_rejected() -> None:
     for path in (f"{CHAT}%0a", f"{CHAT}%0A?x=1", "/v1/completions%00", "/a%7fb"):
         found = send(path=path)
-        assert found.refusal is not None
-        assert (found.refusal[0], found.outcome) == (400, "invalid_path")
-    assert send(path=f"{CHAT}%0a", method="GET").refusal is None
+        assert found.rejection is not None
+        assert (found.rejection[0], found.outcome) == (400, "invalid_path")
+    assert send(path=f"{CHAT}%0a", method="GET").rejection is None
 
 
 def test_a_rejection_can_be_read_by_a_page_in_a_browser() -> None:
     found = send([JSON, (X, "high"), ("origin", "http://localhost:3000")])
-    assert dict(found.answer_headers)["access-control-allow-origin"] == "*"
-    assert "access-control-allow-origin" not in dict(send([JSON, (X, "high")]).answer_headers)
+    assert dict(found.response_headers)["access-control-allow-origin"] == "*"
+    assert "access-control-allow-origin" not in dict(send([JSON, (X, "high")]).response_headers)
 
 
 PLACES: list[Place | None] = [None, "mesh", "waypoint"]
@@ -382,7 +382,7 @@ def test_a_long_body_gets_its_member_and_an_exact_length(
 ) -> None:
     found = send(body=body, size=size, length=length, place=place)
     if place == "waypoint" and len(body) > 1 << 20:
-        assert (found.report, found.refusal and found.refusal[0]) == ("none; outcome=too_large", 413)
+        assert (found.report, found.rejection and found.rejection[0]) == ("none; outcome=too_large", 413)
         return
     assert found.report == INSERTED
     end = body.rindex(b"}")
@@ -417,11 +417,11 @@ def test_a_long_body_in_an_unsupported_charset_is_rejected_or_forwarded(
 ) -> None:
     body = MIDDLE.decode().encode(encoding)
     found = send(body=body, size=16_384, length=length, place=place)
-    assert found.refusal is not None
-    assert (found.refusal[0], found.report) == (415, "none; outcome=unsupported_charset")
+    assert found.rejection is not None
+    assert (found.rejection[0], found.report) == (415, "none; outcome=unsupported_charset")
     for policy, headers in ((FORWARD, [JSON, FIVE]), (DEFAULT, NO)):
         found = send(headers, body, policy=policy, size=16_384, length=length, place=place)
-        assert (found.refusal, found.report) == (None, "none; outcome=unsupported_charset")
+        assert (found.rejection, found.report) == (None, "none; outcome=unsupported_charset")
         assert found.body == body
 
 
@@ -431,8 +431,8 @@ def test_a_body_that_grows_past_the_limit_is_rejected_and_nothing_of_it_passes(
     place: Place | None, length: bool
 ) -> None:
     found = send(body=MIDDLE, size=16_384, policy="limits: {max_body_bytes: 100000}", length=length, place=place)
-    assert found.refusal is not None
-    assert (found.refusal[0], found.report) == (413, "none; outcome=too_large")
+    assert found.rejection is not None
+    assert (found.rejection[0], found.report) == (413, "none; outcome=too_large")
 
 
 def test_one_filter_serves_many_requests_alike() -> None:
