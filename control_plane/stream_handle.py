@@ -32,6 +32,8 @@ class Metadata:
 
 
 class Headers:
+    """The headers of a request or a response."""
+
     def __init__(self, lines: list[tuple[bytes, bytes]]) -> None:
         self.lines = lines
 
@@ -81,6 +83,8 @@ class Buffer:
 
 @dataclass
 class Counter:
+    """A counter of Envoy."""
+
     name: bytes
 
     def inc(self) -> None:
@@ -88,6 +92,8 @@ class Counter:
 
 
 class Stats:
+    """The counters of Envoy."""
+
     def counter(self, name: bytes) -> Counter:
         return Counter(name)
 
@@ -116,6 +122,8 @@ LOCAL_CLIENT = Client()
 
 @dataclass
 class Certificate:
+    """The verified certificate of a client."""
+
     names: tuple[str, ...]
     to_table: Callable[[list[bytes]], Any]
 
@@ -131,6 +139,8 @@ class Certificate:
 
 @dataclass
 class StreamInfo:
+    """What Envoy knows about a stream."""
+
     metadata: Metadata
     client: Client
 

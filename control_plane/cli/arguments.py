@@ -16,10 +16,12 @@ from control_plane.vllm import Role
 
 
 def read_policies(path: str | None) -> Policies:
+    """Return the policies of a file, or the built-in ones."""
     return Policies() if path is None else load_policies(path)
 
 
 def read_policy(path: str | None, name: str | None) -> Policy:
+    """Return one policy of a file, by default the one that is not named."""
     policies = read_policies(path)
     chosen = policies.choose({}, name)
     if chosen is None:
@@ -40,6 +42,7 @@ def sidecar_placement(
     upstream_server_name: str | None = None,
     upstream_insecure: bool = False,
 ) -> Placement:
+    """Return the placement that these options describe. BadInput names the option that is wrong."""
     default = Placement.default(role, target)
     server = UpstreamEndpoint.parse(
         str(default.upstream) if upstream is None else upstream, upstream_ca, upstream_server_name, upstream_insecure
@@ -74,6 +77,7 @@ def listen_address(text: str, field: str) -> Address:
 
 
 def control_plane_endpoint(url: str | None, ca: str | None) -> ControlPlaneEndpoint | None:
+    """Return where to poll, or None. It warns about plain HTTP."""
     if url is None:
         if ca is not None:
             raise BadInput("--control-plane-ca: not used without --control-plane. Set --control-plane too.")

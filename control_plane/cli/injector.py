@@ -64,6 +64,7 @@ _OPTIONS = (
 
 
 def injector_options(command: Command) -> Command:
+    """Give a command these options."""
     for decorator in reversed(_OPTIONS):
         command = decorator(command)
     return command

@@ -43,6 +43,7 @@ USED_BY: Mapping[str, tuple[str, ...]] = {option_of(field): _ALL for field in _F
 
 
 def example(text: str) -> str:
+    """Return the part of a command's help with its examples."""
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in text.strip().splitlines())
 
 
@@ -86,6 +87,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def whole_numbers(numbers: range) -> click.IntRange:
+    """Return the type of an option with these values."""
     return click.IntRange(numbers[0], numbers[-1])
 
 
@@ -146,6 +148,7 @@ _UPSTREAM_TLS_OPTIONS = (
 
 
 def upstream_tls_options(command: Command) -> Command:
+    """Give a command the options about TLS to vLLM."""
     for decorator in reversed(_UPSTREAM_TLS_OPTIONS):
         command = decorator(command)
     return command

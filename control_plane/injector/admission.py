@@ -1,5 +1,6 @@
-"""The admission webhook's logic: an AdmissionReview -> its response, and a pod -> the pod with a sidecar. Pure, except
-that the webhook gives each pod a random token for its preStop hook.
+"""The admission webhook's logic: an AdmissionReview -> its response, and a pod -> the pod with a sidecar.
+
+It is pure, except that the webhook gives each pod a random token for its preStop hook.
 
 `mutate` works out the pod as it should be, and the patch is the difference of the two as data, so the webhook and
 `vllm-priority inject` cannot disagree.

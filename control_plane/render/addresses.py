@@ -5,12 +5,19 @@ from control_plane.render.templates import Resource
 
 
 def socket_address(address: Address) -> Resource:
-    # "::" takes IPv4 too, as elsewhere: Envoy would take IPv6 alone.
+    """Return Envoy's form of an address."""
+    # "::" accepts IPv4, too, as it does elsewhere. Without this, Envoy would accept only IPv6.
     both = {"ipv4_compat": True} if address.host == "::" else {}
     return {"socket_address": {"address": address.host, "port_value": address.port, **both}}
 
 
 def discovery_type(address: Address, *, spread: bool = False) -> str:
+    """Return how Envoy finds the addresses of a cluster's host.
+
+    Args:
+        address: The host and its port.
+        spread: Whether each address of a name is a server of its own.
+    """
     if address.is_ip:
         return "STATIC"
     # With LOGICAL_DNS Envoy tries a name's addresses one after the other (happy eyeballs). With STRICT_DNS each

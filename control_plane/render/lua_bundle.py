@@ -126,7 +126,7 @@ def lua_literal(value: Setting) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A Lua string of printable ASCII: every other byte as \\ddd, which no context can misread."""
+    r"""A Lua string of printable ASCII: every other byte as \ddd, which no context can misread."""
     return '"' + "".join(chr(b) if 32 <= b < 127 and b not in b'"\\' else f"\\{b:03d}" for b in text.encode()) + '"'
 
 

@@ -71,6 +71,7 @@ class FastPath:
         self._types = {f"{_DISCOVERY}{type_name}": type_name for type_name in TYPE_URLS}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Respond to a request, or leave it to the application (ASGI)."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -183,7 +183,7 @@ def _chat_tools() -> bytes:
         call_id = f"call_{order.randrange(16**12):012x}"
         function = {"name": tool, "arguments": json.dumps(arguments, ensure_ascii=False)}
         calls = [{"id": call_id, "type": "function", "function": function}]
-        turn = [
+        turn: list[dict[str, Any]] = [
             {"role": "assistant", "content": None, "tool_calls": calls},
             {"role": "tool", "tool_call_id": call_id, "content": result},
         ]

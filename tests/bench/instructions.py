@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout that 
 import bodies
 import configs
 from load import require
-from processes import BenchError, Process, chosen, find_envoy, free_port, start_envoy
+from processes import BenchError, Config, Process, chosen, find_envoy, free_port, start_envoy
 
 _HEADERS = "".join(
     f'headers:get("{name}") ' for name in (":path", ":method", "content-length", "content-encoding", "content-type")
@@ -122,7 +122,7 @@ def _step(step: str, name: str, replace: bodies.Place | None, requests: int, bin
 
 def _count(
     binary: str,
-    config: configs.Config,
+    config: Config,
     port: int,
     route: str,
     data: Path,

@@ -32,7 +32,7 @@ from lupa import luajit21
 from processes import BenchError, chosen
 
 from control_plane.policy.model import Policy
-from control_plane.render.filter import filter_settings
+from control_plane.render.filter import ManagedEnvoy, filter_settings
 from control_plane.render.lua_bundle import bundle
 
 EDIT = """
@@ -233,7 +233,7 @@ def _worst(counts: Sequence[Count]) -> Count:
 
 def editor_script() -> str:
     """The filter's own script, followed by EDIT."""
-    return bundle(filter_settings(Policy(), "engine", None)) + EDIT
+    return bundle(filter_settings(Policy(), "engine", ManagedEnvoy.of(Policy()))) + EDIT
 
 
 def place(script: str, line: int) -> str:

@@ -69,7 +69,8 @@ class Run:
         self.failed = 0
         self.latencies: list[float] = []
         head, tail = plan["body"].split("@node@")
-        self._head, self._tail = head.encode(), tail.encode()
+        self._head: bytes = head.encode()
+        self._tail: bytes = tail.encode()
         self._start = f"POST {plan['path']} HTTP/1.1\r\nhost: b\r\ncontent-type: application/json\r\n".encode()
 
     def request(self, node: str, version: str) -> bytes:

@@ -401,7 +401,7 @@ async def _change(run: Run) -> Results:
                 await asyncio.sleep(1)
                 before, began = await asyncio.to_thread(polls, port), time.monotonic()
                 run.set_default(value)
-                await _until(lambda value=value: newest[1] == value, 60)  # type: ignore[misc]
+                await _until(lambda value=value: newest[1] == value, 60)
                 times.append(newest[0] - began)
                 polled.append(await asyncio.to_thread(polls, port) - before)
             stop = True
@@ -443,7 +443,7 @@ def webhook(run: Run) -> Results:
     say(f"webhook: {AT_ONCE} reviews at a time")
     with run.control_plane(**code_settings, tls_listen=_Literal(f"Address('127.0.0.1', {tls})")) as (process, _):
         process.wait_for_port(tls)
-        plan = {
+        plan: dict[str, Any] = {
             "port": tls, "tls": True, "path": "/inject", "body": json.dumps(_review()), "connections": AT_ONCE,
             "requests": 300 if run.quick else REVIEWS,
         }  # fmt: skip

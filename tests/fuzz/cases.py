@@ -1,6 +1,8 @@
 """Fixed cases: what was reported, and what a fuzzing run has found. A run prints its finds in this form."""
 
-from .filter_driver import Sent
+from .filter_driver import Framing, Sent
+
+_FRAMINGS: tuple[tuple[Framing, str], ...] = (("length", "-1"), ("chunked", "5"))
 
 
 def _framed(*bodies: bytes) -> list[Sent]:
@@ -9,7 +11,7 @@ def _framed(*bodies: bytes) -> list[Sent]:
         Sent(chunks, framing=framing, value=value)
         for body in bodies
         for chunks in ([body], [body[at : at + 1] for at in range(len(body))])
-        for framing, value in (("length", "-1"), ("chunked", "5"))
+        for framing, value in _FRAMINGS
     ]
 
 

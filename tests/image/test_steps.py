@@ -65,8 +65,10 @@ def test_there_is_no_pip_in_it(built: Path) -> None:
 
 
 def test_the_same_sources_give_the_same_wheel(built: Path, tmp_path: Path) -> None:
-    hatchling = [built / "opt" / "build" / "bin" / "python", "-m", "hatchling", "build", "--target", "wheel"]
+    hatchling = [str(built / "opt" / "build" / "bin" / "python"), "-m", "hatchling", "build", "--target", "wheel"]
     environment = {"SOURCE_DATE_EPOCH": "315532800", "PATH": "/usr/bin:/bin"}
-    subprocess.run([*hatchling, "--directory", tmp_path], cwd=built / "src", env=environment, check=True, timeout=120)
+    subprocess.run(
+        [*hatchling, "--directory", str(tmp_path)], cwd=built / "src", env=environment, check=True, timeout=120
+    )
     first, second = (next(folder.glob("*.whl")) for folder in (built / "src" / "dist", tmp_path))
     assert hashlib.sha256(first.read_bytes()).digest() == hashlib.sha256(second.read_bytes()).digest()

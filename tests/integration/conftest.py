@@ -70,7 +70,7 @@ def run_sidecars(
 
     yield start
     try:
-        errors = {}
+        errors: dict[str, int] = {}
         for sidecar in (*running.values(), *alone):
             assert sidecar.process.poll() is None, f"an Envoy ended by itself:\n{sidecar.messages()}"
             errors |= {name: value for name, value in sidecar.lua_errors().items() if value}

@@ -53,7 +53,9 @@ _COUNTER = re.compile(
 
 def counted(counters: dict[str, float], outcome: str) -> float:
     """The count of one outcome among `RunningSidecar.counters()`."""
-    return sum(value for name, value in counters.items() if outcome in _COUNTER.match(name).groups())  # type: ignore[union-attr]
+    return sum(
+        value for name, value in counters.items() if (found := _COUNTER.match(name)) and outcome in found.groups()
+    )
 
 
 class RunningSidecar:

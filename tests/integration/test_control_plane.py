@@ -25,9 +25,9 @@ import uvicorn
 from control_plane.address import Address
 from control_plane.proxy import Sidecar
 from control_plane.render.bootstrap import bootstrap
+from control_plane.render.filter import filter_config
 from control_plane.render.placement import Placement
 from control_plane.render.templates import Resource
-from control_plane.server import xds
 from control_plane.server.app import create_app
 from control_plane.server.fast_path import MAX_BODY_BYTES
 from control_plane.server.settings import ServeSettings
@@ -319,9 +319,8 @@ def test_an_envoy_that_rejects_a_configuration_keeps_the_old_one_and_is_reported
             return str(rows[0]["status"]) if rows else ""
 
         until(lambda: status() == "SYNCED", "the sidecar on the first policy")
-        rendered = xds.filter_config
         with monkeypatch.context() as broken:
-            broken.setattr(xds, "filter_config", lambda *asked: with_script(rendered(*asked), "function ("))
+            broken.setattr("control_plane.server.xds.filter_config", lambda *asked: with_script("function (", *asked))
             set_default(policy, 2)
             assert app.state.policy.reload() is True
         until(lambda: status() == "ERROR", "the rejection")
@@ -332,8 +331,8 @@ def test_an_envoy_that_rejects_a_configuration_keeps_the_old_one_and_is_reported
         assert applied(sidecar) == "3"
 
 
-def with_script(filter_config: Resource, script: str) -> Resource:
-    return {**filter_config, "default_source_code": {"inline_string": script}}
+def with_script(script: str, *asked: Any) -> Resource:
+    return {**filter_config(*asked), "default_source_code": {"inline_string": script}}
 
 
 @contextlib.contextmanager

@@ -38,7 +38,16 @@ def sidecar(envoy: Path, folder: Path, upstream: int, drain: Drain | None = None
         "render", listen, Address("127.0.0.1", upstream), admin, health=health, access_log=log, drain=drain
     )
     (folder / "envoy.json").write_text(json.dumps(bootstrap(Policy(), placement)))
-    command = [envoy, "-c", folder / "envoy.json", "--concurrency", "1", "--disable-hot-restart", "-l", "error"]
+    command = [
+        str(envoy),
+        "-c",
+        str(folder / "envoy.json"),
+        "--concurrency",
+        "1",
+        "--disable-hot-restart",
+        "-l",
+        "error",
+    ]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60

@@ -28,6 +28,6 @@ def test_envoy_accepts_the_configuration_of_the_injected_example(envoy: Path) ->
     found = [sidecar for document in yaml.safe_load_all(injected_example()) for sidecar in sidecars(document)]
     assert len(found) == 2
     for sidecar in found:
-        command = [envoy, "--mode", "validate", *expand(sidecar["args"], {"POD_NAME": "m", "POD_NAMESPACE": "ml"})]
+        command = [str(envoy), "--mode", "validate", *expand(sidecar["args"], {"POD_NAME": "m", "POD_NAMESPACE": "ml"})]
         done = subprocess.run(command, env=environment(sidecar), capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr

@@ -43,12 +43,12 @@ def _upload(front: RunningSidecar, transport: str, blocks: int, ready: threading
             stream = client.open("POST", RENDER, [JSON, PRIORITY, *(framed if transport == "h2c-length" else [])])
 
             def send(piece: bytes) -> None:
-                client.data(stream, piece)  # type: ignore[union-attr, arg-type]
+                client.data(stream, piece)
         else:
             client.send(head_bytes("POST", RENDER, [(b"Host", b"h"), JSON, PRIORITY, *framed]))
 
             def send(piece: bytes) -> None:
-                client.send(piece if transport == "h1-length" else b"%x\r\n%b\r\n" % (len(piece), piece))  # type: ignore[union-attr]
+                client.send(piece if transport == "h1-length" else b"%x\r\n%b\r\n" % (len(piece), piece))
 
         send(START)
         for number in range(blocks):

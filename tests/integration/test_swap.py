@@ -55,7 +55,7 @@ fi
 """
 ENV = [{"name": "MODEL", "value": "tiny"}, {"name": "PORT", "value": "{port}"}]
 
-COMMANDS = {
+COMMANDS: dict[str, dict[str, Any]] = {
     "words": {"command": ["vllm", "serve", "tiny", "--port", "{port}"]},
     "the entry point's arguments": {"image": "vllm/vllm-openai", "args": ["tiny", "--port=$(PORT)"], "env": ENV},
     "a shell line": {"command": ["sh", "-c", "sleep 0 && vllm serve tiny --port {port} 2>&1 | cat"]},

@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import httpx
 import pytest
@@ -34,9 +34,9 @@ NAME = "control-plane.test"
 class TlsControlPlane(ControlPlane):
     """`serve` with TLS; `tls` is the address of that listener."""
 
-    def __init__(self, policy: Path, folder: Path, **settings: object) -> None:
+    def __init__(self, policy: Path, folder: Path, **settings: Any) -> None:
         self.tls = Address("127.0.0.1", free_port())
-        pair = {"tls_cert": folder / "tls.crt", "tls_key": folder / "tls.key"}
+        pair: dict[str, Any] = {"tls_cert": folder / "tls.crt", "tls_key": folder / "tls.key"}
         super().__init__(policy, tls_listen=self.tls, **pair, **settings)
 
 
@@ -74,7 +74,7 @@ def start_polling(envoy: Path, upstream: RecordingUpstream) -> Iterator[Callable
             listen, admin = Address("127.0.0.1", free_port()), Address("127.0.0.1", free_port())
             placement = Placement(
                 "render", listen, upstream.address, admin, control_plane=control_plane, control_plane_trust=trust,
-                token_file=token_file and str(token_file), node_id="pod-1", access_log="/dev/null",
+                token_file=str(token_file) if token_file else None, node_id="pod-1", access_log="/dev/null",
                 refresh_seconds=POLL_SECONDS,
             )  # fmt: skip
             sidecar = stack.enter_context(Sidecar(bootstrap(load("default: 0"), placement), envoy))
@@ -305,9 +305,9 @@ def test_a_client_needs_a_certificate_of_the_client_ca_and_its_name_decides_what
         for client, priority in ((trusted, 7), (other, 3)):
             assert send(run, trusting(authority, client)).status_code == 200
             assert upstream.requests[-1].priorities == [priority]
-        for client in (None, stranger, expired):
+        for rejected in (None, stranger, expired):
             with pytest.raises((httpx.HTTPError, ssl.SSLError)):
-                send(run, trusting(authority, client))
+                send(run, trusting(authority, rejected))
         assert len(upstream.requests) == 2
 
 

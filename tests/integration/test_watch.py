@@ -25,7 +25,8 @@ def test_watch_shows_what_became_of_priorities(sidecar: SidecarFactory, upstream
                 call(front.address, GENERATE, b"{}", priority(value))
             until = time.monotonic() + 20  # Envoy merges histograms every 5 seconds
             totals: dict[tuple[str, str], int] = {}
-            counted, times = 0.0, {}
+            counted = 0.0
+            times: dict[str, object] = {}
             while not (counted and times) and time.monotonic() < until:
                 found = json.loads(process.stdout.readline())
                 totals = {(row["route"], row["outcome"]): row["total"] for row in found["requests"]}

@@ -1,13 +1,14 @@
 """Takeover for real: the injected pod's containers in a network namespace, with the ports and users of the manifest."""
 
 import json
+from pathlib import Path
 
 from tests.integration.test_takeover import container, find_port, injected, probe_port
 
 from .pod_namespace import PodNamespace, require_namespaces
 
 
-def test_traffic_by_the_services_name_is_moved_and_readiness_follows_vllm(envoy):
+def test_traffic_by_the_services_name_is_moved_and_readiness_follows_vllm(envoy: Path) -> None:
     require_namespaces()
     pod = injected("1.35")
     with PodNamespace(pod, envoy) as namespace:

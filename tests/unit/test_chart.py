@@ -14,6 +14,7 @@ import celpy
 import kubernetes_validate
 import pytest
 import yaml
+from celpy.adapter import json_to_cel
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
@@ -150,9 +151,9 @@ def upgrade(folder: Path, old: dict[str, Any], new: dict[str, Any], flags: tuple
             "/api/v1?timeout=32s": {"kind": "APIResourceList", "groupVersion": "v1", "resources": []},
         }
         command = [
-            binary(), "upgrade", RELEASE, CHART, f"--namespace={NAMESPACE}", "-f", folder / "values.yaml",
-            "--dry-run=client", f"--kube-apiserver=https://127.0.0.1:{api.port}", f"--kube-ca-file={folder / 'ca.crt'}",
-            "--kube-token=secret", *flags,
+            str(binary()), "upgrade", RELEASE, str(CHART), f"--namespace={NAMESPACE}",
+            "-f", str(folder / "values.yaml"), "--dry-run=client", f"--kube-apiserver=https://127.0.0.1:{api.port}",
+            f"--kube-ca-file={folder / 'ca.crt'}", "--kube-token=secret", *flags,
         ]  # fmt: skip
         driver = {"HELM_DRIVER": "memory", "HELM_MEMORY_DRIVER_DATA": str(folder / "releases.yaml")}
         environment = {**os.environ, **driver, "KUBECONFIG": str(folder / "none")}
@@ -336,7 +337,7 @@ def is_called(objects: Objects, workload: dict[str, Any]) -> bool:
     (condition,) = webhook["matchConditions"]
     environment = celpy.Environment()
     program = environment.program(environment.compile(condition["expression"]))
-    return bool(program.evaluate({"object": celpy.json_to_cel(workload)}))
+    return bool(program.evaluate({"object": json_to_cel(workload)}))
 
 
 class TestCertificates:

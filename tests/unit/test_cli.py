@@ -685,7 +685,7 @@ def _known_options() -> set[str]:
 
 def test_every_field_that_an_error_can_name_has_an_option() -> None:
     fields = {
-        node.args[0].value
+        str(node.args[0].value)
         for _, node in _core()
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "InvalidField"
         if isinstance(node.args[0], ast.Constant)
@@ -703,7 +703,7 @@ def _texts(node: ast.AST) -> str:
         case ast.Assign(value=value) | ast.Return(value=ast.expr() as value) | ast.keyword(value=value):
             return _texts(value)
         case ast.JoinedStr(values=values):
-            return "".join(value.value for value in values if isinstance(value, ast.Constant))
+            return "".join(str(value.value) for value in values if isinstance(value, ast.Constant))
         case ast.Constant(value=str(text)):
             return text
     return ""

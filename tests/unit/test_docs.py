@@ -16,8 +16,9 @@ from pydantic import BaseModel
 from control_plane.cli import cli
 from control_plane.injector import annotations
 from control_plane.injector.reasons import Reason
+from control_plane.policy.fields import Range
 from control_plane.policy.load import parse_policies
-from control_plane.policy.model import Limits, NamedPolicy, Policy, Range, Routes
+from control_plane.policy.model import Limits, NamedPolicy, Policy, Routes
 from control_plane.policy.trust import Tenant, Tenants, Trust
 from control_plane.render.filter import OUTCOMES
 from control_plane.server.fleet import CONFIG_STATUSES

@@ -100,8 +100,7 @@ def test_a_service_is_examined_by_its_target_port(mode: str, target: Any, verdic
 
 
 def test_a_service_port_without_a_target_targets_its_own_number() -> None:
-    spec = {"ports": [{"port": 8000}]}
-    assert found("Service", pod(), Service=[service(**spec)]).verdict == "lost"
+    assert found("Service", pod(), Service=[service(ports=[{"port": 8000}])]).verdict == "lost"
 
 
 def test_all_reasons_why_a_service_loses_priorities_are_named() -> None:

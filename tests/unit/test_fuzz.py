@@ -3,6 +3,8 @@
 The seed of the generated ones is fixed here. `make fuzz` takes another one each time, and runs for as long as wanted.
 """
 
+from collections.abc import Callable
+
 import pytest
 
 from control_plane import explain
@@ -26,7 +28,7 @@ def test_generated_and_mutated_documents_keep_every_property() -> None:
 
 
 # Each is a body that is sent one byte at a time, and grows with its argument.
-TRICKLES = {
+TRICKLES: dict[str, Callable[[int], list[bytes]]] = {
     "white space after a comma": lambda count: [b'{"priority":1', b",", *[b" "] * count, b'"a":2}'],
     "white space before a value": lambda count: [b'{"priority":', *[b" "] * count, b"1}"],
     "a key": lambda count: [b'{"', *[b"p"] * count, b'":1}'],

@@ -1,6 +1,7 @@
 """The shapes of manifests that people have, each small and written by hand, and what the injector does with them."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from control_plane.policy.model import Policies
 FOLDER = Path(__file__).parents[1] / "manifests"
 
 # file -> for each sidecar its mode, role, vLLM's port and vLLM's port before; or the reasons why there is none
-EXPECTED: dict[str, list[tuple[str, str, int, int | None]] | list[str]] = {
+EXPECTED: Mapping[str, Sequence[tuple[str, str, int, int | None] | str]] = {
     "aibrix-storm-service": [("swap", "engine", 18001, 8000), ("swap", "engine", 18001, 8000)],
     "argo-rollout": [("swap", "engine", 18001, 8000)],
     "batch-beside-deployment": [("swap", "engine", 18001, 8000)],

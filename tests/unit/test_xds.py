@@ -200,7 +200,12 @@ def test_a_client_with_a_new_address_per_poll_costs_no_rendering_each(
 ) -> None:
     rendered: list[object] = []
     render = xds._render
-    monkeypatch.setattr(xds, "_render", lambda key, policy: rendered.append(key) or render(key, policy))
+
+    def counting_render(key: Any, policy: Any) -> Any:
+        rendered.append(key)
+        return render(key, policy)
+
+    monkeypatch.setattr(xds, "_render", counting_render)
     monkeypatch.setattr(xds, "RENDERINGS_PER_SECOND", 0)
     snapshot = Snapshot(parse_policies("default: 1"))
     known = decode(type_name, request()).client
