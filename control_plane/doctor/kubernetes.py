@@ -355,7 +355,7 @@ def _examine_targets(
     if problems:
         return finding("lost", " ".join(seen for seen, _ in problems), " ".join(cure for _, cure in problems))
     if headless:
-        if all(pod.record and pod.record.mode == "redirect" for pod in injected):
+        if all(pod.record and pod.record.mode in ("swap", "redirect") for pod in injected):
             return finding("ok", "It is headless, and every request to vLLM's port passes the sidecar.")
         seen = "It is headless, so its clients choose the port. Requests to vLLM's own port bypass the sidecar."
         return finding("warn", seen, f"Let the clients use port {port}.")

@@ -97,6 +97,9 @@ class Container(Partial):
         declared = {port.containerPort for port in self.ports or ()}
         options = re.findall(r"port[= ]['\"]?([0-9]{1,5})\b", self.command_line, re.IGNORECASE)
         variables = [value for name, value in self.environment.items() if value and "PORT" in name.upper()]
+        # From this port on, vLLM looks for free ones for its own processes.
+        first = self.environment.get("VLLM_PORT") or ""
+        declared.update(range(int(first), int(first) + 100) if re.fullmatch("[0-9]{1,5}", first) else ())
         texts = (self.command_line, *(value for value in self.environment.values() if value))
         addresses = [port for text in texts for port in re.findall(r":([0-9]{1,5})\b", text)]
         return declared | {int(text) for text in (*options, *variables, *addresses) if re.fullmatch("[0-9]{1,5}", text)}

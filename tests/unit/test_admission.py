@@ -36,6 +36,8 @@ from control_plane.policy.load import parse_policies
 from control_plane.policy.model import Policies
 from control_plane.render.bootstrap import bootstrap
 from control_plane.render.placement import Drain, Placement
+from control_plane.server.discovery_request import decode
+from control_plane.server.xds import Snapshot
 from control_plane.tls import ServerTrust
 
 POLICIES = parse_policies("policies: [{name: batch, selector: {tier: batch}, policy: {default: 10}}]")
@@ -450,6 +452,49 @@ def test_a_container_beside_vllm_is_not_taken_for_it() -> None:
 def test_a_headless_worker_is_not_taken_for_a_server() -> None:
     worker = vllm(name="worker", command=[*ENGINE, "--headless"], ports=None)
     assert upstream_of(change(make_pod(worker, vllm(), asked={"mode": "takeover"})).pod) == 8000
+
+
+@pytest.mark.parametrize(("index", "reason"), [("0", None), ("1", Reason.SERVES_NOTHING)])
+def test_the_leader_of_a_group_is_injected_and_its_workers_start_as_they_are(index: str, reason: Reason | None) -> None:
+    """One command starts the server in one pod and headless workers in the others."""
+    labels = {"leaderworkerset.sigs.k8s.io/worker-index": index}
+    mutation = change(make_pod(vllm(command=["sh", "-c", LEADER_OR_WORKER]), labels=labels))
+    assert (mutation.reason, mutation.rejected) == (reason, False)
+    if reason is None:
+        script = mutation.pod["spec"]["containers"][0]["command"][2]
+        assert "vllm serve tiny --data-parallel-size 2 --port 18001\n" in script
+        assert "--data-parallel-size 2 --headless\n" in script
+
+
+def test_the_root_path_in_the_command_is_edited_by_the_sidecar_and_by_what_the_control_plane_serves() -> None:
+    node = config_of(change(make_pod(vllm(command=[*ENGINE, "--root-path=/llm/"]))).pod)["node"]
+    assert node["metadata"]["root_path"] == "/llm"
+    snapshot = Snapshot(POLICIES)
+    bodies = []
+    for metadata in (node["metadata"], {**node["metadata"], "root_path": None}):
+        sent = json.dumps({"node": {**node, "metadata": metadata}}).encode()
+        bodies.append(snapshot.current(decode("extension_configs", sent).client).body)
+    assert ["/llm/inference/v1/generate" in str(body) for body in bodies] == [True, False]
+
+
+@pytest.mark.parametrize(
+    "proxy",
+    [
+        {"args": ["--port=9000", "--vllm-port=8000"]},
+        {"command": ["proxy", "http://localhost:8000/v1"]},
+        {"env": [{"name": "UPSTREAM", "value": "http://127.0.0.1:8000"}]},
+    ],
+)
+def test_takeover_names_a_container_of_the_pod_that_uses_vllms_number(proxy: dict[str, Any]) -> None:
+    pod = make_pod(vllm(), {"name": "proxy", "image": "x/proxy", **proxy}, asked={"mode": "takeover"})
+    assert any("container 'proxy' of the same pod" in message for message in change(pod).messages)
+    assert not any("'proxy'" in message for message in change(make_pod(vllm(), pod["spec"]["containers"][1])).messages)
+
+
+def test_vllm_gets_no_port_that_it_uses_itself_or_that_its_command_contains() -> None:
+    env = [{"name": "VLLM_PORT", "value": "18001"}]
+    assert upstream_of(change(make_pod(vllm(env=env))).pod) == 18101
+    assert upstream_of(change(make_pod(vllm(command=[*ENGINE, "--seed=18001"]))).pod) == 18002
 
 
 def test_several_containers_without_vllm_are_rejected() -> None:

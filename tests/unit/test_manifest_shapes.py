@@ -1,15 +1,20 @@
 """The shapes of manifests that people have, each small and written by hand, and what the injector does with them."""
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jsonpatch
+import kubernetes_validate
 import pytest
 import yaml
 
 from control_plane.errors import CheckFailed
-from control_plane.injector.manifests import inject_stream, uninject_stream
+from control_plane.injector.admission import decide, read_review, review
+from control_plane.injector.manifests import inject_stream, templates, uninject_stream
+from control_plane.injector.reasons import Reason
 from control_plane.injector.settings import InjectorSettings
 from control_plane.policy.model import Policies
 
@@ -58,10 +63,24 @@ EXPECTED: Mapping[str, Sequence[tuple[str, str, int, int | None] | str]] = {
     "stateful-set": [("swap", "engine", 18001, 8000)],
     "two-servers": ["PortUnknown"],
     "unix-socket": ["NotHttp"],
-    "unknown-command": ["NoVllmContainer"],
+    "unknown-command": [("takeover", "engine", 8080, None)],
     "unknown-command-without-name": ["Unreachable"],
     "vllm-docs-deployment": [("swap", "engine", 18001, 8000)],
 }
+
+
+# file -> what its injection warns of, beside a guessed role
+WARNINGS = {
+    "aibrix-storm-service": ["PortGuessed"],
+    "low-port": ["NumericTargetsBypass"],
+    "numeric-targets": ["PortGuessed"],
+    "serving-job": ["PortGuessed"],
+    "several-ports-per-server": ["NumericTargetsBypass"],
+    "shell-nested": ["NumericTargetsBypass"],
+    "unknown-command": ["NumericTargetsBypass", "NeighborBypasses"],
+}
+
+SETTINGS = InjectorSettings(kubernetes_version="1.34")
 
 
 def found(value: Any, key: str) -> list[Any]:
@@ -81,7 +100,7 @@ def test_a_shape_is_injected_or_the_reason_is_named_and_uninject_gives_the_bytes
     text = (FOLDER / f"{name}.yaml").read_text()
     expected = EXPECTED[name]
     try:
-        written, notes = inject_stream(text, Policies(), InjectorSettings(kubernetes_version="1.34"))
+        written, notes = inject_stream(text, Policies(), SETTINGS)
     except CheckFailed as error:
         written, notes = text, [str(error)]
     records = [json.loads(record) for record in found(list(yaml.safe_load_all(written)), "vllm-priority.io/injected")]
@@ -97,7 +116,7 @@ def test_a_shape_is_injected_or_the_reason_is_named_and_uninject_gives_the_bytes
 @pytest.mark.parametrize("name", [name for name, rows in EXPECTED.items() if rows and rows[0][0] == "swap"])
 def test_in_mode_swap_the_sidecar_has_vllms_port_and_vllm_another_one(name: str) -> None:
     text = (FOLDER / f"{name}.yaml").read_text()
-    written, _ = inject_stream(text, Policies(), InjectorSettings(kubernetes_version="1.34"))
+    written, _ = inject_stream(text, Policies(), SETTINGS)
     documents = list(yaml.safe_load_all(written))
     records = [json.loads(record) for record in found(documents, "vllm-priority.io/injected")]
     containers = [entry for group in ("containers", "initContainers") for entries in found(documents, group)
@@ -149,3 +168,59 @@ def test_the_new_port_is_not_one_that_the_pod_names_elsewhere() -> None:
     written = injected("      command: [vllm, serve, m]\n      env: [{name: KV, value: 'tcp://0.0.0.0:18001'}]")
     (record, *_) = found(list(yaml.safe_load_all(written)), "vllm-priority.io/injected")
     assert json.loads(record)["upstreamPort"] == 18002
+
+
+def pods(name: str) -> list[dict[str, Any]]:
+    """The pod templates of a file, with the label, as the webhook gets them from a controller."""
+    documents = yaml.safe_load_all((FOLDER / f"{name}.yaml").read_text())
+    found = [dict(pod) for document in documents for _, pod in templates(document) if "kind" in document]
+    for pod in found:
+        metadata = pod.get("metadata") or {}
+        pod["metadata"] = {**metadata, "labels": {**metadata.get("labels", {}), "vllm-priority.io/inject": "true"}}
+    return found
+
+
+# The label asks for a sidecar in any container, so these files have no result of their own for the webhook.
+NOT_FOR_THE_WEBHOOK = ("custom-kinds-without-template", "schemas-and-data")
+
+
+@pytest.mark.parametrize("name", [name for name in EXPECTED if name not in NOT_FOR_THE_WEBHOOK])
+def test_the_webhook_does_the_same_and_rejects_what_its_owner_can_change(name: str) -> None:
+    results: list[Any] = []
+    warned: set[str] = set()
+    for pod in pods(name):
+        request = {"uid": "1", "operation": "CREATE", "namespace": "ml", "kind": {"kind": "Pod"}, "object": pod}
+        sent = {"apiVersion": "admission.k8s.io/v1", "kind": "AdmissionReview", "request": request}
+        mutation = decide(read_review(sent), Policies(), SETTINGS)
+        assert mutation
+        response = review("1", mutation)["response"]
+        assert response["allowed"] is not mutation.rejected
+        if mutation.reason:
+            assert mutation.rejected is mutation.reason.user_error
+            results.append(mutation.reason.code)
+            said = [*response.get("warnings", ()), response.get("status", {}).get("message", "")]
+            assert any(f"not injected ({mutation.reason.code}): " in text for text in said)
+            continue
+        changed = jsonpatch.apply_patch(pod, json.loads(base64.b64decode(response["patch"])))
+        record = json.loads(changed["metadata"]["annotations"]["vllm-priority.io/injected"])
+        results.append((record["mode"], record["role"], record["upstreamPort"], record.get("portBefore")))
+        warned |= {warning.code.value for warning in mutation.warnings if results[-1] in EXPECTED[name]}
+    assert warned - {"RoleGuessed"} == set(WARNINGS.get(name, ()))
+    expected = EXPECTED[name]
+    # Beside vLLM, a file may have a batch run, a router, or Ray's workers.
+    assert [result for result in results if result in expected] == expected
+    others = [result for result in results if result not in expected]
+    no_server = (Reason.SERVES_NOTHING.code, Reason.UNREACHABLE.code)
+    assert all(result in no_server or result[0] == "takeover" for result in others), others
+
+
+@pytest.mark.parametrize("version", [f"1.{minor}" for minor in range(30, 38)])
+def test_kubernetes_accepts_every_shape_of_its_own_kinds(version: str) -> None:
+    for name in EXPECTED:
+        try:
+            written, _ = inject_stream((FOLDER / f"{name}.yaml").read_text(), Policies(), SETTINGS)
+        except CheckFailed:
+            continue
+        for document in yaml.safe_load_all(written):
+            if document["apiVersion"] in ("v1", "apps/v1", "batch/v1"):
+                kubernetes_validate.validate(document, version, strict=True)
