@@ -9,6 +9,7 @@ import resource
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import sysconfig
@@ -335,6 +336,11 @@ def run_foreground(
     # After everything that is invalid input, which must be corrected first.
     if problem := _check_upstream(placement.upstream):
         _say(f"vLLM does not respond on {placement.upstream} yet ({problem}). Requests get 503 until it does.")
+    elif placement.upstream_trust is None and _expects_tls(placement.upstream):
+        _say(
+            f"{placement.upstream} expects TLS, so plain HTTP gets a 503. "
+            f"Give the upstream as https://{placement.upstream}."
+        )
     for descriptor in (1, 2):
         _prepare_stream(descriptor)
     signals: list[int] = []
@@ -432,6 +438,26 @@ def _check_upstream(address: Address, timeout: float = 2.0) -> str | None:
     except UnicodeError:
         return "not a valid host name"
     return None
+
+
+def _expects_tls(address: Address, timeout: float = 2.0) -> bool:
+    """Whether the upstream closes a connection on which plain HTTP begins, and accepts a TLS handshake.
+
+    No server with plain HTTP gets a whole request from this, and waits for the rest.
+    """
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # Nothing is sent over this connection.
+    try:
+        with socket.create_connection((address.host, address.port), timeout) as plain:
+            plain.sendall(b"GET /")  # As long as the head of a TLS record.
+            plain.settimeout(0.3)
+            with contextlib.suppress(ConnectionError):
+                if plain.recv(1) not in (b"", b"\x15"):  # 21 begins an alert of TLS.
+                    return False
+        with socket.create_connection((address.host, address.port), timeout) as plain, context.wrap_socket(plain):
+            return True
+    except OSError:
+        return False
 
 
 def _check_writable(access_log: str) -> None:

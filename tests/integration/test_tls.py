@@ -251,6 +251,17 @@ def send(run: Run, verify: ssl.SSLContext | bool = True) -> httpx.Response:
         return client.post(f"{run.url}{RENDER}", json={"messages": []}, headers={"x-vllm-priority": "7"})
 
 
+def test_a_vllm_server_that_expects_tls_is_recognised_and_one_with_plain_http_is_not(
+    envoy: Path, tmp_path: Path, upstream: RecordingUpstream
+) -> None:
+    Authority().write(tmp_path, VLLM)
+    with vllm(tmp_path) as server, Run(str(server), "--envoy", str(envoy)) as run:
+        assert run.said(f"{server} expects TLS, so plain HTTP gets a 503. Give the upstream as https://{server}.")
+        assert send(run).status_code == 503
+    with Run(str(upstream.address), "--envoy", str(envoy)) as run:
+        assert not run.said("TLS")
+
+
 @pytest.mark.parametrize("insecure", [False, True])
 def test_requests_reach_a_vllm_server_with_tls(insecure: bool, envoy: Path, tmp_path: Path) -> None:
     authority = Authority()

@@ -122,7 +122,7 @@ def test_a_service_that_selects_a_pod_without_a_sidecar_loses_priorities() -> No
     assert (finding.verdict, finding.seen) == ("lost", "1 of the 2 pods that it selects have no sidecar.")
 
 
-@pytest.mark.parametrize(("mode", "verdict"), [("takeover", "warn"), ("redirect", "ok")])
+@pytest.mark.parametrize(("mode", "verdict"), [("takeover", "warn"), ("swap", "ok"), ("redirect", "ok")])
 def test_clients_of_a_headless_service_choose_the_port(mode: str, verdict: str) -> None:
     finding = found("Service", pod(mode=mode), Service=[service("http", clusterIP="None")])
     assert finding.verdict == verdict
