@@ -58,9 +58,15 @@ class Prometheus:
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
 
     def get(self, path: str, **parameters: str) -> dict[str, Any]:
-        """The response of Prometheus' API, whatever its status."""
+        """The response of Prometheus' API.
+
+        Raises:
+            httpx.HTTPError: Prometheus does not respond yet, or responds 503 with a text while it starts.
+        """
         assert self.process.poll() is None, self.log.read_text()
         response = httpx.get(f"http://{self.address}/api/v1/{path}", params=parameters, trust_env=False, timeout=10)
+        if response.status_code == 503:
+            response.raise_for_status()
         return dict(response.json())
 
     def query(self, expression: str) -> list[Any]:
