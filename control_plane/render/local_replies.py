@@ -9,7 +9,7 @@ from control_plane.render.routes import FROM_A_PAGE
 from control_plane.render.templates import Resource
 
 HEADERS_TIMEOUT = 60
-"""The same for its headers alone."""
+"""Seconds within which the headers of a request must arrive."""
 
 
 def local_replies(policy: Policy, placement: Placement) -> list[Resource]:
@@ -18,9 +18,9 @@ def local_replies(policy: Policy, placement: Placement) -> list[Resource]:
     Each lets a browser's page read the response, as vLLM's own do (`--allowed-origins`, by default all).
     """
     bound = placement.request_timeout_seconds
-    late = f"The headers of a request must arrive within {HEADERS_TIMEOUT} seconds"
+    late = f"The headers of a request must arrive within {HEADERS_TIMEOUT} s"
     if bound:
-        late += f", and all of it within {bound} seconds (the sidecar's request timeout)"
+        late += f", and all of it within the sidecar's request timeout of {bound} s"
     again = "Send the request again later."
     cut = 'response.code_details.startsWith("upstream_reset_before_response_started'
     no_connection = " || ".join(
