@@ -94,8 +94,8 @@ def test_a_request_has_five_minutes_to_arrive_unless_told_otherwise() -> None:
     assert list(found(built(request_timeout_seconds=0), "request_timeout")) == ["0s"]
 
 
-@pytest.mark.parametrize(("bound", "told"), [(300, "within 300 seconds"), (0, "within 60 seconds.")])
-def test_the_response_to_a_late_request_names_the_bound_and_its_option(bound: int, told: str) -> None:
+@pytest.mark.parametrize(("bound", "told"), [(300, "timeout of 300 s."), (0, "within 60 s.")])
+def test_the_response_to_a_late_request_names_the_bound(bound: int, told: str) -> None:
     mappers = list(found(built(request_timeout_seconds=bound), "mappers"))[0]
     text = next(found(mappers, "text_format_source"))
     message = json.loads(text["inline_string"])["error"]["message"]
