@@ -56,6 +56,21 @@ class ControlPlaneEndpoint:
         )
 
 
+def otlp_collector(url: str) -> Address:
+    """Return the address in the URL of a collector of traces, which gets OTLP over gRPC without TLS.
+
+    InvalidField if it is not http://HOST:PORT.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme != "http":
+        raise InvalidField(
+            "otlp_endpoint",
+            f"{url[:60]!r} is not valid. Use http://HOST:PORT of a collector that accepts OTLP over gRPC, for example"
+            " http://127.0.0.1:4317. TLS is not supported: run a collector on the same machine or node.",
+        )
+    return Address.parse(rest.removesuffix("/"), "otlp_endpoint")
+
+
 @dataclass(frozen=True)
 class UpstreamEndpoint:
     """The vLLM server, and how it is verified. trust: None with plain HTTP."""

@@ -11,6 +11,7 @@ import yaml
 
 from control_plane.injector.annotations import PREFIX, REQUEST_ANNOTATIONS
 from control_plane.policy.model import policy_schema
+from control_plane.render.placement import LOGGED_REQUESTS
 
 _ROOT = Path(__file__).resolve().parent.parent
 _VALUES = _ROOT / "deploy" / "chart" / "values.yaml"
@@ -59,6 +60,9 @@ _TYPES: dict[str, Any] = {
         "runAsUser": {"type": ["integer", "null"], "minimum": 1},
         "native": {"enum": ["auto", "true", "false", True, False]},
         "drainSeconds": {"type": "integer", "minimum": 0, "maximum": 3600},
+        "logRequests": _enum(*LOGGED_REQUESTS),
+        "otlpEndpoint": {"type": "string", "pattern": "^(http://[^/?#@\\s]+:[0-9]{1,5})?$"},
+        "tracePercent": {"type": "number", "minimum": 0, "maximum": 100},
         "listenHost": _enum("0.0.0.0", "::"),
         "onInjectionFailure": _enum("fail", "ignore"),
         "tokens": _BOOL,

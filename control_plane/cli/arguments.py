@@ -6,11 +6,11 @@ from pathlib import Path
 from control_plane.address import Address
 from control_plane.cli.options import USED_BY
 from control_plane.cli.terminal import complain
-from control_plane.endpoint import ControlPlaneEndpoint, UpstreamEndpoint
+from control_plane.endpoint import ControlPlaneEndpoint, UpstreamEndpoint, otlp_collector
 from control_plane.errors import BadInput, InvalidField
 from control_plane.policy.load import load_policies
 from control_plane.policy.model import Policies, Policy
-from control_plane.render.placement import Placement
+from control_plane.render.placement import Placement, Tracing
 from control_plane.render.targets import TARGETS
 from control_plane.vllm import Role
 
@@ -95,3 +95,12 @@ def absolute_token_file(token_file: str | None, control_plane: str | None) -> st
     if control_plane is None:
         raise BadInput("--token-file: not used without --control-plane. Set --control-plane too.")
     return str(Path(token_file).absolute())
+
+
+def tracing_of(otlp_endpoint: str | None, trace_percent: float) -> Tracing | None:
+    """Return the tracing that these options stand for. InvalidField if one is not valid or has no effect."""
+    if otlp_endpoint is not None:
+        return Tracing(otlp_collector(otlp_endpoint), trace_percent)
+    if trace_percent != 100:
+        raise InvalidField("trace_percent", "not used without a collector. Set --otlp-endpoint too.")
+    return None

@@ -14,6 +14,7 @@ from control_plane.cli.arguments import (
     listen_address,
     read_policy,
     sidecar_placement,
+    tracing_of,
 )
 from control_plane.cli.options import (
     USED_BY,
@@ -22,6 +23,7 @@ from control_plane.cli.options import (
     control_plane_option,
     example,
     listen_option,
+    logging_options,
     memory_limit_option,
     option,
     policy_name_option,
@@ -33,7 +35,7 @@ from control_plane.cli.options import (
     upstream_tls_options,
 )
 from control_plane.errors import BadInput
-from control_plane.render.placement import Attachment, Placement
+from control_plane.render.placement import Attachment, LoggedRequests, Placement
 from control_plane.render.targets import TARGETS, render
 from control_plane.render.templates import to_yaml
 from control_plane.vllm import Role
@@ -76,6 +78,7 @@ def _used_by_some() -> str:
     help="Address of a listener for GET /ready and GET /stats/prometheus. Default: none.",
 )
 @option("--access-log", metavar="FILE", default="/dev/stdout", show_default=True, help="File of Envoy's access log.")
+@logging_options
 @request_timeout_option
 @memory_limit_option(help="Memory that Envoy may use. Default: 1280Mi.")
 @option(
@@ -112,6 +115,9 @@ def config(
     token_file: str | None,
     health: str | None,
     access_log: str,
+    log_requests: LoggedRequests,
+    otlp_endpoint: str | None,
+    trace_percent: float,
     request_timeout: int,
     memory_limit: str | None,
     namespace: str | None,
@@ -131,6 +137,8 @@ def config(
     placement = replace(
         sidecar_placement(role, upstream, listen, admin, target, spread=spread, **upstream_tls),
         access_log=access_log,
+        logged_requests=log_requests,
+        tracing=tracing_of(otlp_endpoint, trace_percent),
         request_timeout_seconds=request_timeout,
         control_plane=endpoint.address if endpoint else None,
         control_plane_trust=endpoint.trust if endpoint else None,

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from control_plane.cli.arguments import control_plane_endpoint
-from control_plane.cli.options import Command, option, whole_numbers
+from control_plane.cli.arguments import control_plane_endpoint, tracing_of
+from control_plane.cli.options import Command, logging_options, option, whole_numbers
 from control_plane.errors import InvalidField
 from control_plane.injector.annotations import PREFIX, REQUEST_ANNOTATIONS
 from control_plane.injector.resources import DEFAULT_RESOURCES, parse_resources
@@ -65,6 +65,7 @@ _OPTIONS = (
 
 def injector_options(command: Command) -> Command:
     """Give a command these options."""
+    command = logging_options(command)
     for decorator in reversed(_OPTIONS):
         command = decorator(command)
     return command
@@ -93,4 +94,6 @@ def injector_settings(options: Mapping[str, Any]) -> InjectorSettings:
         listen_host=options["sidecar_listen_host"],
         concurrency=options["sidecar_concurrency"],
         drain_seconds=options["drain_seconds"],
+        logged_requests=options["log_requests"],
+        tracing=tracing_of(options["otlp_endpoint"], options["trace_percent"]),
     )

@@ -9,7 +9,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from control_plane.errors import BadInput
-from control_plane.render.placement import DEFAULT_REQUEST_TIMEOUT
+from control_plane.render.placement import DEFAULT_REQUEST_TIMEOUT, LOGGED_REQUESTS
 from control_plane.render.targets import TARGETS
 from control_plane.vllm import ROLES
 
@@ -33,6 +33,7 @@ _FOR_EVERY_TARGET = ("role", "target", "policy", "policy_name", "output")
 _FOR_SOME_TARGETS = (
     "spread", "upstream_server_name", "upstream_ca", "upstream_insecure", "upstream", "listen", "admin",
     "control_plane_ca", "token_file", "control_plane", "health", "access_log",
+    "log_requests", "trace_percent", "otlp_endpoint",
     "request_timeout", "memory_limit", "namespace", "selector", "gateway", "envoy", "check",
 )  # fmt: skip
 USED_BY: Mapping[str, tuple[str, ...]] = {option_of(field): _ALL for field in _FOR_EVERY_TARGET} | {
@@ -127,6 +128,21 @@ request_timeout_option = option(
     "--request-timeout", type=whole_numbers(range(86401)), default=DEFAULT_REQUEST_TIMEOUT, show_default=True,
     metavar="SECONDS", help="How long a request may take to arrive, in seconds. 0: no limit.",
 )  # fmt: skip
+_LOGGING_OPTIONS = (
+    option(
+        "--log-requests", type=click.Choice(LOGGED_REQUESTS), default="all", show_default=True,
+        help="Requests that the access log has. problems: those whose priority was not applied, or that the sidecar "
+        "rejected.",
+    ),
+    option(
+        "--otlp-endpoint", metavar="http://HOST:PORT",
+        help="Collector that gets the spans of requests, by OTLP over gRPC. Default: no tracing.",
+    ),
+    option(
+        "--trace-percent", type=click.FloatRange(0, 100), default=100, show_default=True, metavar="PERCENT",
+        help="Percentage of requests that start a trace. A request that belongs to a trace keeps its own decision.",
+    ),
+)  # fmt: skip
 spread_option = option(
     "--spread", is_flag=True,
     help="Treat the addresses of the upstream's name as several servers, and send requests to each in turn.",
@@ -150,5 +166,12 @@ _UPSTREAM_TLS_OPTIONS = (
 def upstream_tls_options(command: Command) -> Command:
     """Give a command the options about TLS to vLLM."""
     for decorator in reversed(_UPSTREAM_TLS_OPTIONS):
+        command = decorator(command)
+    return command
+
+
+def logging_options(command: Command) -> Command:
+    """Give a command the options about logged and traced requests."""
+    for decorator in reversed(_LOGGING_OPTIONS):
         command = decorator(command)
     return command

@@ -15,12 +15,14 @@ from control_plane.cli.arguments import (
     control_plane_endpoint,
     read_policy,
     sidecar_placement,
+    tracing_of,
 )
 from control_plane.cli.options import (
     admin_option,
     control_plane_ca_option,
     control_plane_option,
     example,
+    logging_options,
     memory_limit_option,
     option,
     policy_name_option,
@@ -38,6 +40,7 @@ from control_plane.injector.settings import (
 )
 from control_plane.listener_secrets import ListenerFiles, ListenerSecrets
 from control_plane.render.bootstrap import bootstrap
+from control_plane.render.placement import LoggedRequests
 from control_plane.vllm import Role
 
 
@@ -69,6 +72,7 @@ from control_plane.vllm import Role
     help="CA that must have signed the certificates of clients, in PEM. It is read again when it changes.",
 )
 @option("--access-log", metavar="FILE", default="/dev/stdout", show_default=True, help="File of Envoy's access log.")
+@logging_options
 @request_timeout_option
 @memory_limit_option(
     help="Memory that Envoy may use. Default: this container's limit, or a quarter of the machine's memory."
@@ -96,6 +100,9 @@ def run(
     concurrency: int,
     envoy: str | None,
     access_log: str,
+    log_requests: LoggedRequests,
+    otlp_endpoint: str | None,
+    trace_percent: float,
     request_timeout: int,
     memory_limit: str | None,
     drain_seconds: float,
@@ -114,6 +121,8 @@ def run(
     placement = replace(
         sidecar_placement(role, upstream, listen, admin, spread=spread, **upstream_tls),
         access_log=access_log,
+        logged_requests=log_requests,
+        tracing=tracing_of(otlp_endpoint, trace_percent),
         request_timeout_seconds=request_timeout,
         control_plane=endpoint.address if endpoint else None,
         control_plane_trust=endpoint.trust if endpoint else None,

@@ -266,6 +266,8 @@ def _config(
         idle_timeout_seconds=keep_alive if keep_alive > UVICORN_KEEP_ALIVE_SECONDS else IDLE_SECONDS,
         drain_timeout_seconds=IDLE_DRAIN_SECONDS,
         drain=drain,
+        logged_requests=settings.logged_requests,
+        tracing=settings.tracing,
         shares_script=True,
     )
     return container_argument(policy.below(server.root_path), placement, pod.labels)

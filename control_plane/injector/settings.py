@@ -7,7 +7,7 @@ from typing import Literal
 from control_plane.address import Address
 from control_plane.errors import InvalidField
 from control_plane.injector.resources import DEFAULT_RESOURCES, ResourceRequirements
-from control_plane.render.placement import check_namespace
+from control_plane.render.placement import LoggedRequests, Tracing, check_namespace
 from control_plane.tls import ServerTrust
 
 ENVOY_VERSION = "1.40.0"
@@ -88,6 +88,11 @@ class InjectorSettings:
     """The sidecar's worker threads."""
     drain_seconds: int = 5
     """How long vLLM goes on serving after its pod began to stop, while clients still learn of it."""
+
+    logged_requests: LoggedRequests = "all"
+    """Which requests the sidecars log."""
+    tracing: Tracing | None = None
+    """Where the sidecars send spans. None: nowhere."""
 
     def __post_init__(self) -> None:
         for name in ("image", "redirect_image"):

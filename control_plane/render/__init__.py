@@ -6,6 +6,7 @@ listener       the sidecar's listeners: one for requests, one for health checks
 routes         what happens to which request before and after the filters
 local_replies  Envoy's own error responses
 loggers        the access log and the metrics
+tracing        spans of requests
 clusters       the upstream, the control plane, and Envoy's admin
 istio          an EnvoyFilter, or a TrafficExtension for a waypoint
 envoy_gateway  an HTTPRoute and an EnvoyExtensionPolicy

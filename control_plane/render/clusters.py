@@ -5,6 +5,7 @@ from control_plane.render.addresses import discovery_type, socket_address
 from control_plane.render.filter import poll_token_script
 from control_plane.render.placement import Placement
 from control_plane.render.templates import Resource, render_template
+from control_plane.render.tracing import COLLECTOR
 from control_plane.tls import to_server
 
 # How bodies are handled in an Envoy that we configure.
@@ -34,6 +35,16 @@ def clusters(policy: Policy, placement: Placement) -> list[Resource]:
                 health_checks=_CONTROL_PLANE_CHECKS if placement.health else [],
                 transport_socket=placement.control_plane_trust and to_server(placement.control_plane_trust),
                 token_script=placement.token_file and poll_token_script(placement.token_file),
+            )
+        )
+    if placement.tracing:
+        collector = placement.tracing.collector
+        found.append(
+            render_template(
+                "trace_collector_cluster",
+                name=COLLECTOR,
+                discovery_type=discovery_type(collector),
+                address=socket_address(collector),
             )
         )
     if placement.health:

@@ -16,6 +16,7 @@ from control_plane.render.loggers import loggers
 from control_plane.render.placement import Placement
 from control_plane.render.routes import FORWARDED_PROTO_NOTE, report_headers, routes
 from control_plane.render.templates import Resource, render_template
+from control_plane.render.tracing import tracing
 from control_plane.tls import from_clients
 
 _HTTP2_WINDOW = CONNECTION_BUFFER
@@ -39,7 +40,8 @@ def listeners(policy: Policy, placement: Placement) -> list[Resource]:
         "listener",
         filter_name=FILTER_NAME,
         listen=socket_address(placement.listen),
-        loggers=loggers(placement.access_log),
+        loggers=loggers(placement),
+        tracing=placement.tracing and tracing(placement.tracing, placement.role),
         http_filter=http_filter,
         deferred_filter={
             "name": DEFERRED_NAME,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from control_plane.render.filter import FILTER_NAME
 from control_plane.render.local_replies import cel_filter
+from control_plane.render.placement import Placement
 from control_plane.render.templates import Resource
 
 STANDARD_STREAMS: Mapping[str, str] = {"/dev/stdout": "Stdout", "/dev/stderr": "Stderr"}
@@ -18,10 +19,10 @@ def _reported(field: str) -> str:
     return f"%DYNAMIC_METADATA({FILTER_NAME}:report:{field})%"
 
 
-_LOG_FIELDS = {
+LOG_FIELDS = {
     "time": "%START_TIME%",
-    "method": "%REQ(:METHOD)%",
-    "path": "%PATH(NQ:PATH)%",
+    "method": "%REQ(:METHOD):128%",
+    "path": "%PATH(NQ:PATH):256%",
     "route": _reported("route"),
     "status": "%RESPONSE_CODE%",
     "flags": "%RESPONSE_FLAGS%",
@@ -32,14 +33,18 @@ _LOG_FIELDS = {
     "report": _reported("text"),
     "trusted_by": f"%DYNAMIC_METADATA({FILTER_NAME}:trusted_by)%",
     "peer": "%DOWNSTREAM_DIRECT_REMOTE_ADDRESS_WITHOUT_PORT%",
-    "request_id": "%REQ(X-REQUEST-ID)%",
-    "traceparent": "%REQ(TRACEPARENT)%",
+    "request_id": "%REQ(X-REQUEST-ID):128%",
+    "traceparent": "%REQ(TRACEPARENT):128%",
     "bytes_received": "%BYTES_RECEIVED%",
     "bytes_sent": "%BYTES_SENT%",
     "first_byte_ms": "%RESPONSE_DURATION%",
     "duration_ms": "%DURATION%",
 }
-"""What the access log says of a request. Neither bodies nor queries nor keys: no field may contain one."""
+"""What the access log says of a request. Neither bodies nor queries nor keys: no field may contain one. What a client
+chooses has a bound, so that it cannot fill the log."""
+
+_UNREMARKABLE = ("inserted", "replaced", "header_set", "response_edited", "kept", "absent")
+"""Outcomes that are no problem: the priority was applied, or the client asked for none."""
 
 
 def access_log(path: str) -> Resource:
@@ -49,7 +54,7 @@ def access_log(path: str) -> Resource:
     return {
         "@type": f"type.googleapis.com/envoy.extensions.access_loggers.{kind}",
         **({} if stream else {"path": path}),
-        "log_format": {"json_format": _LOG_FIELDS},
+        "log_format": {"json_format": LOG_FIELDS},
     }
 
 
@@ -63,7 +68,7 @@ TIMED_BY = ("class", "priority")
 """Labels of the histograms of times."""
 
 
-def loggers(path: str) -> list[Resource]:
+def loggers(placement: Placement) -> list[Resource]:
     """Envoy's access loggers. Each logs requests that have a report, and the times only those that vLLM responds to."""
     reported = {
         "metadata_filter": {
@@ -72,8 +77,19 @@ def loggers(path: str) -> list[Resource]:
         }
     }
     from_upstream = {"and_filter": {"filters": [reported, cel_filter("response.code_details == 'via_upstream'")]}}
+    outcomes = ", ".join(f"'{outcome}'" for outcome in _UNREMARKABLE)
+    problem = cel_filter(
+        "response.code_details != 'via_upstream'"
+        f" || !(metadata.filter_metadata['{FILTER_NAME}']['report']['outcome'] in [{outcomes}])"
+    )
+    logged: Mapping[str, Resource] = {"all": reported, "problems": {"and_filter": {"filters": [reported, problem]}}}
+    log = [
+        {"name": "log", "filter": chosen, "typed_config": access_log(placement.access_log)}
+        for mode, chosen in logged.items()
+        if mode == placement.logged_requests
+    ]
     return [
-        {"name": "log", "filter": reported, "typed_config": access_log(path)},
+        *log,
         {"name": "counts", "filter": reported, "typed_config": counts()},
         {"name": "times", "filter": from_upstream, "typed_config": times()},
     ]

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Literal, Self, get_args
 
 from control_plane.address import Address
 from control_plane.errors import InvalidField
@@ -95,6 +95,20 @@ class Drain:
         return f"/drain/{self.token}"
 
 
+LoggedRequests = Literal["all", "problems", "none"]
+"""Which requests on edited routes the access log has: all, those whose priority was not applied or that the sidecar
+rejected, or none."""
+LOGGED_REQUESTS: tuple[LoggedRequests, ...] = get_args(LoggedRequests)
+
+
+@dataclass(frozen=True)
+class Tracing:
+    """Where spans are sent, by OTLP over gRPC, and the percentage of requests that start a trace of their own."""
+
+    collector: Address
+    percent: float = 100.0
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where one sidecar stands. `health` and `control_plane` are left out where None.
@@ -126,6 +140,9 @@ class Placement:
     root_path: str | None = None
     """vLLM's --root-path, for a policy that sets none."""
     access_log: str = "/dev/stdout"
+    logged_requests: LoggedRequests = "all"
+    tracing: Tracing | None = None
+    """None: no spans, and the headers of traces pass untouched."""
     max_connections: int = 50_000
     spread: bool = False
     refresh_seconds: float = 5.0

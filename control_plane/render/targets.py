@@ -31,7 +31,8 @@ class Target:
 _ENVOY = frozenset(
     {
         "spread", "upstream", "upstream_ca", "upstream_server_name", "upstream_insecure", "listen",
-        "control_plane", "control_plane_ca", "token_file", "access_log", "request_timeout", "memory_limit",
+        "control_plane", "control_plane_ca", "token_file", "access_log", "log_requests",
+        "otlp_endpoint", "trace_percent", "request_timeout", "memory_limit",
     }
 )  # fmt: skip
 

@@ -444,6 +444,11 @@ URL = "is not a valid server URL. Use the root URL of a server, for example http
         ([*RUN, "--concurrency", "0"], "--concurrency: '0' is not valid. Use a whole number from 1 to 1024."),
         ([*RUN, "--request-timeout", "-1"], "--request-timeout: '-1' is not valid. Use a whole number from 0 to"),
         ([*BOOTSTRAP, "--request-timeout", "0.5"], "--request-timeout: '0.5' is not valid. Use a whole number"),
+        (
+            [*RUN, "--otlp-endpoint", "https://127.0.0.1:4317"],
+            "--otlp-endpoint: 'https://127.0.0.1:4317' is not valid. Use http://HOST:PORT of a collector",
+        ),
+        ([*RUN, "--trace-percent", "5"], "--trace-percent: not used without a collector. Set --otlp-endpoint too."),
         ([*RUN, "--drain-seconds", "-1"], "--drain-seconds: '-1' is not valid. Use a number from 0 to 86400."),
         ([*RUN, "--drain-seconds", "nan"], "--drain-seconds: 'nan' is not valid. Use a number from 0 to 86400."),
         (
@@ -823,6 +828,9 @@ CHANGES = {
     "--token-file": ["token", "--control-plane", "http://127.0.0.1:9003"],
     "--health": ["127.0.0.1:9004"],
     "--access-log": ["/dev/null"],
+    "--log-requests": ["none"],
+    "--otlp-endpoint": ["http://127.0.0.1:4317"],
+    "--trace-percent": ["5", "--otlp-endpoint", "http://127.0.0.1:4317"],
     "--request-timeout": ["60"],
     "--memory-limit": ["512Mi"],
     "--namespace": ["ml"],

@@ -21,6 +21,8 @@ from control_plane.policy.load import parse_policies
 from control_plane.policy.model import Limits, NamedPolicy, Policy, Routes
 from control_plane.policy.trust import Tenant, Tenants, Trust
 from control_plane.render.filter import OUTCOMES
+from control_plane.render.loggers import LOG_FIELDS
+from control_plane.render.tracing import ATTRIBUTES
 from control_plane.server.fleet import CONFIG_STATUSES
 from tools import build_values
 from tools.docs_hook import ROOT_PAGES, adapt_links
@@ -45,6 +47,13 @@ def leaf_commands(command: click.Command, path: tuple[str, ...] = ()) -> dict[tu
 
 
 # ---- Nothing is missing --------------------------------------------------------------------------------------------
+
+
+def test_every_field_of_the_access_log_and_of_a_span_is_documented() -> None:
+    text = page("guides/logs-and-traces.md")
+    rows = re.findall(r"^\| (`.*?) \|", text[text.index("| field |") : text.index("No body")], re.MULTILINE)
+    assert sorted(re.findall(r"`(\w+)`", " ".join(rows))) == sorted(LOG_FIELDS)
+    assert all(f".{name}`" in text for name in ATTRIBUTES)
 
 
 @pytest.mark.parametrize(

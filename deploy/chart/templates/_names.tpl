@@ -95,6 +95,11 @@ seccompProfile:
 - --forbid-annotation={{ . }}
 {{- end }}
 - --drain-seconds={{ .drainSeconds }}
+- --log-requests={{ .logRequests }}
+{{- with .otlpEndpoint }}
+- --otlp-endpoint={{ . }}
+- --trace-percent={{ $.Values.sidecar.tracePercent }}
+{{- end }}
 - {{ printf "--sidecar-listen-host=%s" .listenHost | quote }}
 - --on-injection-failure={{ .onInjectionFailure }}
 {{- end }}
