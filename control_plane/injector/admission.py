@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import orjson
 
+from control_plane import strict_json
 from control_plane.errors import BadInput
 from control_plane.injector.annotations import INJECT_LABEL, STATUS
 from control_plane.injector.json_patch import Operation, json_patch
@@ -128,7 +129,7 @@ def decode_review(body: bytes) -> AdmissionRequest:
         BadInput: it is not an AdmissionReview of admission.k8s.io/v1 in JSON, or its pod is not one.
     """
     try:
-        data = json.loads(body)
+        data = strict_json.loads(body)
     except RecursionError:
         raise BadInput(f"admission review: nested too deeply. {_EXPECTED}") from None
     except ValueError as error:  # Includes UnicodeDecodeError, and an integer of too many digits.

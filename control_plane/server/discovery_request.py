@@ -11,6 +11,7 @@ from sys import getsizeof
 from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic_core import from_json
 
 from control_plane.address import Address
 from control_plane.errors import BadInput
@@ -123,9 +124,11 @@ def decode(type_name: str, body: bytes) -> DiscoveryRequest:
     exist, such as an unknown role, is decoded: its client has a `reason` and no key.
     """
     try:
-        message = _DiscoveryRequest.model_validate_json(body)
+        message = _DiscoveryRequest.model_validate(from_json(body, allow_inf_nan=False))
     except ValidationError as error:
         raise BadInput(f"discovery request: {_first_problem(error)}") from None
+    except ValueError as error:
+        raise BadInput(f"discovery request: malformed JSON: {error}") from None
     metadata, names = message.node.metadata, message.resource_names
     key, reason = None, ""
     role = next((role for role in ROLES if role == metadata.role), None)
@@ -220,8 +223,6 @@ def _first_problem(error: ValidationError) -> str:
     # pydantic adds the member of a union to the path of an error, which is not a field of the request.
     parts = (str(part) for part in problem["loc"] if not str(part).startswith("constrained-"))
     where = ".".join(part if re.fullmatch(r"[\w.-]{1,63}", part) else shown(part) for part in parts)
-    if problem["type"] == "json_invalid":
-        return f"malformed JSON: {problem['ctx']['error']}"
     if problem["type"] == "missing":
         return f"{where} is missing"
     if where in {"node.metadata.listen", "node.metadata.upstream"}:

@@ -146,7 +146,7 @@ class FastPath:
             count[type_name, "bad_request"]()
             await _send_detail(send, 400, str(error))
             return
-        if verdict.node_id not in (None, client.node_id) and not client.probe:
+        if verdict.node_id not in (None, client.node_id):
             count[type_name, "unauthorized"]()
             await _send_detail(send, 403, f"node.id: the token belongs to {verdict.node_id}, not to this node.")
             return

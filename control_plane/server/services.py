@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from control_plane import strict_json
 from control_plane.kubernetes_api import FAILURES, ApiAccess, reason
 
 _NAMESPACE = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
@@ -68,4 +69,4 @@ class Services:
         response = await self._client.get(path)
         response.raise_for_status()
         self.connected = True
-        return response.json()
+        return strict_json.loads(response.content)

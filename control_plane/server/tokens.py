@@ -3,12 +3,13 @@
 import asyncio
 import base64
 import hmac
-import json
+import math
 import time
 from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from control_plane import strict_json
 from control_plane.errors import InvalidField
 from control_plane.kubernetes_api import FAILURES, ApiAccess, reason
 from control_plane.server.bounded_cache import BoundedCache
@@ -27,7 +28,7 @@ class Verdict(NamedTuple):
     status: int
     detail: str = ""
     node_id: str | None = None
-    """The only node id that this token may poll as, or None if any."""
+    """The only node id that this token may poll as. None, for a token of a file: any."""
 
 
 ACCEPTED = Verdict(200)
@@ -147,7 +148,7 @@ class ReviewedTokens:
         try:
             response = await self._client.post("/apis/authentication.k8s.io/v1/tokenreviews", json=review)
             response.raise_for_status()
-            status = response.json()["status"]
+            status = strict_json.loads(response.content)["status"]
             authenticated = status.get("authenticated") is True and self._audience in (status.get("audiences") or ())
             user = status.get("user") or {}
             pods = (user.get("extra") or {}).get("authentication.kubernetes.io/pod-name") or []
@@ -159,7 +160,10 @@ class ReviewedTokens:
         if not authenticated:
             return Verdict(401, "The API server rejected the token.")
         # The name is system:serviceaccount:NAMESPACE:NAME, and an injected sidecar's node id is NAMESPACE/POD.
-        return Verdict(200, node_id=f"{names[2]}/{pods[0]}" if len(names) == 4 and len(pods) == 1 else None)
+        if len(names) != 4 or len(pods) != 1:
+            # Such a token, for example of `kubectl create token`, could poll as any sidecar, and outlives its pod.
+            return Verdict(401, "The token is not bound to a pod. Use a projected service account token.")
+        return Verdict(200, node_id=f"{names[2]}/{pods[0]}")
 
 
 def _expiry(token: str, audience: str) -> float:
@@ -171,9 +175,12 @@ def _expiry(token: str, audience: str) -> float:
     if len(parts) != 3 or len(token) > MAX_TOKEN_BYTES:
         return 0.0
     try:
-        claims = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
+        claims = strict_json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
         audiences = claims["aud"]
-        return float(claims["exp"]) if audience in ([audiences] if isinstance(audiences, str) else audiences) else 0.0
+        if audience not in ([audiences] if isinstance(audiences, str) else audiences):
+            return 0.0
+        expires = float(claims["exp"])
+        return expires if math.isfinite(expires) else 0.0  # A text such as "nan" is a float, too.
     except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
         return 0.0
 

@@ -50,7 +50,7 @@ ANY_CA = Authority().pem
 
 
 def helm_test(base: str, inject: str | None, ca: str) -> subprocess.CompletedProcess[str]:
-    environment = {"CONTROL_PLANE_URL": base, "CA_BUNDLE": ca, "PATH": "/usr/bin:/bin"}
+    environment = {"CONTROL_PLANE_URL": base, "CA_BUNDLE": ca, "NODE_ID": "ml/helm-test", "PATH": "/usr/bin:/bin"}
     if inject:
         environment |= {"INJECT_URL": inject}
     # The pod passes the script to Python as an argument too.

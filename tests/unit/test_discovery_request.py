@@ -31,6 +31,8 @@ def test_listen_is_an_address_or_a_port(given_listen: object, text: str) -> None
     [
         (b"", "malformed JSON: EOF while parsing a value at line 1 column 0"),
         (b"\xff\xfe", "malformed JSON: "),
+        (b'{"node":{},"other":NaN}', "malformed JSON: "),
+        (b'{"node":{},"other":-Infinity}', "malformed JSON: "),
         (b"[]", "body: [] is not an object"),
         (b"null", "body: None is not an object"),
         (b"{}", "node is missing"),

@@ -260,16 +260,50 @@ def test_a_sidecar_cannot_poll_as_another_pod(
         assert client.post(ECDS, json=own).status_code == 401
 
 
+def test_a_probe_cannot_poll_as_another_pod_either(
+    api: Api, tmp_path: Path, policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = jwt()
+    api.tokens = {token: of_pod("helm-test")}
+    monkeypatch.setattr("control_plane.server.app.in_cluster", lambda: access(api, tmp_path))
+    with TestClient(create_app(ServeSettings(policy, token_audience="vllm-priority"))) as client:
+
+        def poll(node_id: str) -> int:
+            node = {"id": node_id, "metadata": {"role": "render", "probe": True}}
+            return int(client.post(ECDS, json={"node": node}, headers=bearer(token)).status_code)
+
+        assert [poll("ml/pod-1"), poll("ml/helm-test")] == [403, 200]
+
+
+@pytest.mark.parametrize(
+    "user",
+    [
+        {"username": "system:serviceaccount:ml:default"},
+        {"username": "system:serviceaccount:ml:default", "extra": {"authentication.kubernetes.io/pod-name": []}},
+        {"username": "admin", "extra": {"authentication.kubernetes.io/pod-name": ["pod-1"]}},
+    ],
+)
+def test_a_token_is_accepted_only_if_it_is_bound_to_a_pod(user: dict[str, Any], api: Api, tmp_path: Path) -> None:
+    token = jwt()
+    api.tokens = {token: {**of_pod(), "user": user}}
+    verdict = with_tokens(api, tmp_path, lambda tokens: tokens.check(token))
+    assert verdict == Verdict(401, "The token is not bound to a pod. Use a projected service account token.")
+
+
 @pytest.mark.skipif("KUBERNETES_SERVICE_HOST" in os.environ, reason="this is a pod")
 def test_tokens_cannot_be_reviewed_outside_a_cluster(policy: Path) -> None:
     with pytest.raises(BadInput, match="can be used only inside a cluster"):
         create_app(ServeSettings(policy, token_audience="vllm-priority"))
 
 
-def test_a_token_that_never_ends_is_not_reviewed(api: Api, tmp_path: Path) -> None:
-    claims = base64.urlsafe_b64encode(b'{"aud":"vllm-priority","exp":1' + b"0" * 400 + b"}").decode()
+@pytest.mark.parametrize(
+    "end", ["1" + "0" * 400, "1e999", "NaN", "Infinity", '"nan"', '"inf"', "-Infinity"], ids=lambda end: end[:9]
+)
+def test_a_token_that_never_ends_is_not_reviewed(end: str, api: Api, tmp_path: Path) -> None:
+    claims = base64.urlsafe_b64encode(f'{{"aud":"vllm-priority","exp":{end}}}'.encode()).decode()
 
     async def use(tokens: ReviewedTokens) -> int:
         return (await tokens.check(f"a.{claims}.b")).status
 
     assert with_tokens(api, tmp_path, use) == 401
+    assert api.reviews == []

@@ -32,7 +32,7 @@ def check_ready(base, context):
 def check_policy(base, context):
     kind = "type.googleapis.com/envoy.config.core.v3.TypedExtensionConfig"
     # The control plane does not list a probe as a sidecar.
-    node = {"id": "helm-test", "metadata": {"role": "render", "probe": True}}
+    node = {"id": os.environ["NODE_ID"], "metadata": {"role": "render", "probe": True}}
     response = ask(f"{base}/v3/discovery:extension_configs", {"node": node, "type_url": kind}, context)
     if not (response["version_info"] and response["resources"]):
         raise ValueError(f"the response has no policy: {response}")
