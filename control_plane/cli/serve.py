@@ -28,7 +28,11 @@ from control_plane.cli.options import example, option
 )
 @option(
     "--api-token-file", metavar="FILE",
-    help="File of tokens, one on each line. Requests for /api/ and /metrics must carry one.",
+    help="File of tokens, one on each line. Requests for /api/, /metrics and the console must carry one.",
+)  # fmt: skip
+@option(
+    "--console-proxy", metavar="IP", multiple=True,
+    help="Address of a proxy that authenticates the users of the console. Repeatable.",
 )  # fmt: skip
 @option("--read-services", is_flag=True, help="Read the Services of a pod's namespace from the Kubernetes API.")
 @option("--write-events", is_flag=True, help="Write Events about injections and their warnings, on the owners of pods.")
@@ -50,6 +54,7 @@ def serve(
     tls_key: str | None,
     token_file: str | None,
     api_token_file: str | None,
+    console_proxy: tuple[str, ...],
     read_services: bool,
     write_events: bool,
     **options: Any,
@@ -71,5 +76,6 @@ def serve(
             token_file=Path(token_file) if token_file is not None else None,
             token_audience=options["token_audience"],
             api_token_file=Path(api_token_file) if api_token_file is not None else None,
+            console_proxies=console_proxy,
         )
     )

@@ -18,6 +18,8 @@ from control_plane.errors import BadInput
 from control_plane.injector.admission import encode_json
 from control_plane.kubernetes_api import in_cluster
 from control_plane.server.certificates import Certificate
+from control_plane.server.console.access import Access
+from control_plane.server.console.pages import Console
 from control_plane.server.events import Events
 from control_plane.server.fast_path import FastPath
 from control_plane.server.fleet import ConfigStatus, Fleet
@@ -49,6 +51,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
     fleet = Fleet()
     injections = Injections(events)
     metrics = Metrics(policy, fleet, injections, certificate)
+    console = Console(Access(api_tokens, settings.console_proxies), policy, fleet, injections)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -71,7 +74,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
     app = _App(title="vllm-priority control plane", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     poll_tokens = reviews or (token_files[0] if settings.token_file else None)
     app.fast_path = FastPath(
-        app.serve_routes, settings, policy, services, fleet, injections, metrics, poll_tokens, api_tokens
+        app.serve_routes, settings, policy, services, fleet, injections, metrics, poll_tokens, api_tokens, console
     )
     app.state.policy, app.state.certificate, app.state.fleet = policy, certificate, fleet
 

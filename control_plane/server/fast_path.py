@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from control_plane.errors import BadInput
 from control_plane.injector.admission import decide, decode_review, encode_json, review
 from control_plane.injector.workloads import workload_warnings
+from control_plane.server.console.pages import ROOT, Console
 from control_plane.server.discovery_request import TYPE_URLS, RequestDecoder
 from control_plane.server.fleet import Fleet
 from control_plane.server.injections import Injections
@@ -56,6 +57,7 @@ class FastPath:
         metrics: Metrics,
         poll_tokens: TokenCheck | None,
         api_tokens: TokenCheck | None,
+        console: Console,
     ) -> None:
         self._app = app
         self._body_seconds = settings.body_seconds
@@ -67,6 +69,7 @@ class FastPath:
         self._metrics = metrics
         self._poll_tokens = poll_tokens
         self._api_tokens = api_tokens
+        self._console = console
         self._decoder = RequestDecoder()
         self._types = {f"{_DISCOVERY}{type_name}": type_name for type_name in TYPE_URLS}
 
@@ -96,6 +99,8 @@ class FastPath:
         elif path.startswith(_DISCOVERY):
             detail = f"{path[:200]!r} is not a valid discovery path. Use one of: {', '.join(self._types)}."
             await _send_detail(send, 404, detail)
+        elif path == ROOT or path.startswith(f"{ROOT}/"):
+            await self._console(scope, _replay(body, receive), send)
         elif path not in _OPEN:
             if self._api_tokens:
                 verdict = await self._api_tokens.check(bearer(scope["headers"]))

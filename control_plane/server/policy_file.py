@@ -1,12 +1,32 @@
 """The policy file of a running control plane: it keeps the last valid policies while the file is wrong."""
 
 import time
+from collections import deque
 from hashlib import sha256
 from pathlib import Path
+from typing import NamedTuple
 
 from control_plane.errors import PriorityError
+from control_plane.policy.difference import unified_difference
 from control_plane.policy.load import load_policies
 from control_plane.server.xds import Snapshot
+
+MAX_HISTORY = 20
+MAX_DIFFERENCE_CHARS = 4000
+"""So that a page with several of them stays small."""
+
+
+class PolicyVersion(NamedTuple):
+    """The file's content at one time since the start: loaded, or rejected with a problem.
+
+    `difference` is what changed since the last loaded content, as a unified difference of the policies. `time` is in
+    seconds since the epoch, `version` a hash of the content.
+    """
+
+    time: float
+    version: str
+    problem: str | None
+    difference: str
 
 
 class PolicyFile:
@@ -23,6 +43,10 @@ class PolicyFile:
         self.problem: str | None = None
         self.earlier_versions: frozenset[str] = frozenset()
         self.snapshot, self.loaded = self._load()
+        self.history: deque[PolicyVersion] = deque(
+            [PolicyVersion(self.loaded, self.version, None, "")], maxlen=MAX_HISTORY
+        )
+        """The most recent versions, newest first."""
 
     def reload(self) -> bool | None:
         """Read the file again: True if a new policy is in force, False if it was rejected, None if nothing changed.
@@ -38,8 +62,11 @@ class PolicyFile:
         except PriorityError as error:
             self.problem = str(error)
             self.version = version
+            self.history.appendleft(PolicyVersion(time.time(), version, self.problem, ""))
             return False
         self.earlier_versions = frozenset(self.snapshot.versions())
+        difference = unified_difference(self.snapshot.policies, snapshot.policies, MAX_DIFFERENCE_CHARS)
+        self.history.appendleft(PolicyVersion(loaded, self.version, None, difference))
         self.snapshot, self.loaded = snapshot, loaded
         self.problem = None
         return True

@@ -74,6 +74,8 @@ def serve(settings: ServeSettings) -> None:
                 app,
                 http=Protocol,
                 ws="none",
+                # The client is who connects. X-Forwarded-For could make anybody a client of this machine.
+                proxy_headers=False,
                 # The first listener starts and stops the app.
                 lifespan="off" if index else "on",
                 log_config=None,

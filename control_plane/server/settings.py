@@ -1,5 +1,6 @@
 """The settings of `vllm-priority serve`, typed, and checked where they are made."""
 
+import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,7 +34,10 @@ class ServeSettings:
     token_audience: str | None = None
     """The audience of the service account tokens that polls must carry. None and no `token_file`: anybody may poll."""
     api_token_file: Path | None = None
-    """The tokens that requests for /api/ and /metrics must carry, one a line. None: anybody may send them."""
+    """The tokens that requests for /api/, /metrics and the console must carry, one a line. None: anybody may send
+    them, except that the console can then be opened only from this machine."""
+    console_proxies: tuple[str, ...] = ()
+    """Addresses of proxies that authenticate their clients, which may open the console."""
     reload_seconds: float = 1.0
     """Time between two looks at the policy file and the certificate."""
     body_seconds: float = 10.0
@@ -48,6 +52,13 @@ class ServeSettings:
             raise InvalidField("tls_listen", "not used without a certificate. Set a certificate and its key too.")
         if self.token_file is not None and self.token_audience is not None:
             raise InvalidField("token_audience", "not used together with a token file. Set one of the two.")
+        for proxy in self.console_proxies:
+            try:
+                ipaddress.ip_address(proxy)
+            except ValueError:
+                raise InvalidField(
+                    "console_proxy", f"{proxy!r} is not an IP address. Use one, for example 10.1.2.3 or 2001:db8::1."
+                ) from None
         if self.injector.numeric_services == "redirect" and not self.read_services:
             raise InvalidField(
                 "numeric_services",
