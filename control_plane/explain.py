@@ -1,11 +1,14 @@
 """What the sidecar would do to one request: the same Lua, run by LuaJIT in this process."""
 
+import ipaddress
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lupa import luajit21
 
+from control_plane.errors import InvalidField
 from control_plane.policy.model import Policy
 from control_plane.render.filter import ManagedEnvoy, Place, deferred_script, filter_script
 from control_plane.report_header import SidecarReport, parse_report
@@ -13,6 +16,10 @@ from control_plane.stream_handle import LOCAL_CLIENT, Client, Metadata, Stream
 from control_plane.vllm import Role
 
 Headers = Sequence[tuple[str, str]]
+
+# RFC 9110, 5.6.2 and 5.5: names and methods are tokens; values are bytes of Latin-1 without controls but the tab.
+_TOKEN = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
+_VALUE = r"[\t\x20-\x7e\x80-\xff]*"
 
 
 @dataclass(frozen=True)
@@ -68,6 +75,55 @@ def explain(
 ) -> Explanation:
     """Run one request, its body in these chunks, through the filter with this policy."""
     return Filter(policy, role).explain(path, headers, chunks, method=method, client=client, response=response)
+
+
+def parse_header(line: str) -> tuple[str, str] | None:
+    """Return the name and the value of a header line, or None if it is not valid."""
+    name, colon, value = line.partition(":")
+    return (name, value.strip(" \t")) if colon and _is_token(name) and re.fullmatch(_VALUE, value) else None
+
+
+def check_request_line(method: str, path: str) -> None:
+    """Raise InvalidField if a request cannot have this method or this target."""
+    if not re.fullmatch(r"/\S*", path) or not path.isprintable():
+        raise InvalidField(
+            "path",
+            f"{path!r} is not a valid request target. Use a path that starts with / and has no spaces, for"
+            " example /inference/v1/generate.",
+        )
+    if not _is_token(method):
+        raise InvalidField("method", f"{method!r} is not a valid method. Use a token, for example POST.")
+
+
+def client_at(peer: str, identities: Sequence[str]) -> Client:
+    """Return a client with this address and these names in its certificate. InvalidField if it is not an address."""
+    try:
+        address = ipaddress.ip_address(peer)
+    except ValueError:
+        raise InvalidField(
+            "peer", f"{peer!r} is not an IP address. Use one, for example 10.1.2.3 or 2001:db8::1."
+        ) from None
+    return Client(f"[{address}]:1" if address.version == 6 else f"{address}:1", tuple(identities))
+
+
+def with_framing(headers: Headers, body: bytes) -> list[tuple[str, str]]:
+    """Return the headers with a content type and a length, as clients add them."""
+    lines = list(headers)
+    names = {name.lower() for name, _ in lines}
+    if "content-type" not in names:
+        lines.append(("content-type", "application/json"))
+    if not names & {"content-length", "transfer-encoding"}:
+        lines.append(("content-length", str(len(body))))
+    return lines
+
+
+def in_chunks(body: bytes) -> list[bytes]:
+    """Return the body in pieces, as Envoy gets it: a long body is not changed from its first byte on."""
+    return [body[at : at + 16384] for at in range(0, len(body), 16384)]
+
+
+def _is_token(text: str) -> bool:
+    return re.fullmatch(_TOKEN, text) is not None
 
 
 class Filter:

@@ -1,8 +1,6 @@
 """The command `explain`."""
 
-import ipaddress
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,14 +16,17 @@ from control_plane.cli.options import (
     policy_option,
 )
 from control_plane.errors import BadInput
-from control_plane.explain import Explanation, explain
+from control_plane.explain import (
+    Explanation,
+    check_request_line,
+    client_at,
+    explain,
+    in_chunks,
+    parse_header,
+    with_framing,
+)
 from control_plane.policy.model import Policy
-from control_plane.stream_handle import Client
 from control_plane.vllm import ROLES, Role
-
-# RFC 9110, 5.6.2 and 5.5: names and methods are tokens; values are bytes of Latin-1 without controls but the tab.
-_TOKEN = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
-_VALUE = r"[\t\x20-\x7e\x80-\xff]*"
 
 
 @click.command(
@@ -80,25 +81,12 @@ def explain_command(
     as_json: bool,
 ) -> None:
     """Show what the sidecar would do to a request. It runs the sidecar's own Lua here, and sends nothing."""
-    if not re.fullmatch(r"/\S*", path) or not path.isprintable():
-        raise BadInput(
-            f"--path: {path!r} is not a valid request target. Use a path that starts with / and has no spaces, for"
-            " example /inference/v1/generate."
-        )
-    if not re.fullmatch(_TOKEN, method):
-        raise BadInput(f"--method: {method!r} is not a valid method. Use a token, for example POST.")
-    lines = [_header(line) for line in headers]
+    check_request_line(method, path)
     body = _body(data)
-    names = {name.lower() for name, _ in lines}
-    if "content-type" not in names:
-        lines.append(("content-type", "application/json"))
-    if not names & {"content-length", "transfer-encoding"}:
-        lines.append(("content-length", str(len(body))))
+    lines = with_framing([_header(line) for line in headers], body)
     chosen = read_policy(policy, policy_name)
-    # In pieces, as Envoy gets it: a long body is not changed from its first byte on.
-    chunks = [body[at : at + 16384] for at in range(0, len(body), 16384)]
-    sender = _client(peer, identity)
-    found = explain(chosen, role, path, lines, chunks, method=method.upper(), client=sender)
+    sender = client_at(peer, identity)
+    found = explain(chosen, role, path, lines, in_chunks(body), method=method.upper(), client=sender)
     if as_json:
         click.echo(json.dumps(_explained(found)))
     else:
@@ -106,20 +94,10 @@ def explain_command(
 
 
 def _header(line: str) -> tuple[str, str]:
-    name, colon, value = line.partition(":")
-    if not colon or not re.fullmatch(_TOKEN, name) or not re.fullmatch(_VALUE, value):
+    parsed = parse_header(line)
+    if parsed is None:
         raise BadInput(f"-H: {line!r} is not a valid header. Use NAME: VALUE, for example 'X-Vllm-Priority: -10'.")
-    return name, value.strip(" \t")
-
-
-def _client(peer: str, identities: tuple[str, ...]) -> Client:
-    try:
-        address = ipaddress.ip_address(peer)
-    except ValueError:
-        raise BadInput(
-            f"--peer: {peer!r} is not an IP address. Use one, for example 10.1.2.3 or 2001:db8::1."
-        ) from None
-    return Client(f"[{address}]:1" if address.version == 6 else f"{address}:1", identities)
+    return parsed
 
 
 def _body(data: str) -> bytes:

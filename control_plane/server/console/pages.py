@@ -11,8 +11,10 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from control_plane.errors import BadInput
 from control_plane.policy.difference import policy_yaml
 from control_plane.server.console.access import SECURITY_HEADERS, Access
+from control_plane.server.console.playground import MAX_BODY_BYTES, Playground, Typed, routes_of
 from control_plane.server.console.sidecars import Filter, page_of
 from control_plane.server.console.templates import STATIC, render, static
 from control_plane.server.fleet import Fleet
@@ -23,6 +25,7 @@ from control_plane.vllm import ROLES
 ROOT = "/console"
 MAX_YAML_CHARS = 24_000
 VERSIONS_ON_A_PAGE = 5
+MAX_CHOICES = 200
 PODS_ON_A_PAGE = 25
 POLICIES_ON_A_PAGE = 50
 COUNTS_ON_A_PAGE = 50
@@ -36,12 +39,14 @@ class Console:
         self._policy = policy
         self._fleet = fleet
         self._injections = injections
+        self._playground = Playground()
         self._app = Starlette(
             routes=[
                 Route(ROOT, self._root, methods=["GET"]),
                 Route(f"{ROOT}/", self._show_fleet, methods=["GET"]),
                 Route(f"{ROOT}/policy", self._show_policy, methods=["GET"]),
                 Route(f"{ROOT}/injections", self._show_injections, methods=["GET"]),
+                Route(f"{ROOT}/playground", self._show_playground, methods=["GET", "POST"]),
                 *(Route(f"{ROOT}/{name}", _file(name), methods=["GET"]) for name in STATIC),
             ]
         )
@@ -129,6 +134,28 @@ class Console:
             pages=pages,
             number=number,
             number_link=lambda other: _link("injections", {"page": other}),
+        )
+
+    async def _show_playground(self, request: Request) -> Response:
+        policies = self._policy.snapshot.policies
+        typed, problem, result = Typed(), "", None
+        if request.method == "POST":
+            try:
+                typed = Typed.of(await request.body())
+                result = await self._playground.run(typed, policies)
+            except BadInput as error:
+                problem = str(error)
+        return _page(
+            "playground",
+            "playground",
+            400 if problem else 200,
+            typed=typed,
+            problem=problem,
+            result=result,
+            names=list(policies.by_name)[:MAX_CHOICES],
+            roles=ROLES,
+            routes=routes_of(policies.by_name.get(typed.policy, policies.default)),
+            max_body_bytes=MAX_BODY_BYTES,
         )
 
 
