@@ -57,6 +57,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         tasks = [asyncio.create_task(_watch(settings, policy, certificate, token_files, fleet, metrics))]
         tasks += [asyncio.create_task(_connect(client)) for client in (services, reviews) if client]
+        tasks.append(asyncio.create_task(console.timeline.run()))
         if events:
             tasks.append(asyncio.create_task(events.run()))
         yield
@@ -77,6 +78,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
         app.serve_routes, settings, policy, services, fleet, injections, metrics, poll_tokens, api_tokens, console
     )
     app.state.policy, app.state.certificate, app.state.fleet = policy, certificate, fleet
+    app.state.timeline = console.timeline
 
     @app.exception_handler(BadInput)
     async def bad_input(_: Request, error: BadInput) -> Response:

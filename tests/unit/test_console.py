@@ -15,7 +15,7 @@ from control_plane.server.app import create_app
 from control_plane.server.discovery_request import RequestDecoder
 from control_plane.server.settings import ServeSettings
 
-PAGES = ("/console/", "/console/policy", "/console/injections", "/console/playground")
+PAGES = ("/console/", "/console/policy", "/console/timeline", "/console/injections", "/console/playground")
 TOKEN = "a-token-of-this-test"
 NASTY = "<script>alert(1)</script>\"'&\u202e"
 

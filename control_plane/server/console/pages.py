@@ -17,6 +17,7 @@ from control_plane.server.console.access import SECURITY_HEADERS, Access
 from control_plane.server.console.playground import MAX_BODY_BYTES, Playground, Typed, routes_of
 from control_plane.server.console.sidecars import Filter, page_of
 from control_plane.server.console.templates import STATIC, render, static
+from control_plane.server.console.timeline import HEIGHT, SAMPLE_SECONDS, WIDTH, Timeline
 from control_plane.server.fleet import Fleet
 from control_plane.server.injections import Injections
 from control_plane.server.policy_file import PolicyFile
@@ -26,6 +27,7 @@ ROOT = "/console"
 MAX_YAML_CHARS = 24_000
 VERSIONS_ON_A_PAGE = 5
 MAX_CHOICES = 200
+SAMPLES_IN_THE_TABLE = 12
 PODS_ON_A_PAGE = 25
 POLICIES_ON_A_PAGE = 50
 COUNTS_ON_A_PAGE = 50
@@ -39,12 +41,14 @@ class Console:
         self._policy = policy
         self._fleet = fleet
         self._injections = injections
+        self.timeline = Timeline(policy, fleet, injections)
         self._playground = Playground()
         self._app = Starlette(
             routes=[
                 Route(ROOT, self._root, methods=["GET"]),
                 Route(f"{ROOT}/", self._show_fleet, methods=["GET"]),
                 Route(f"{ROOT}/policy", self._show_policy, methods=["GET"]),
+                Route(f"{ROOT}/timeline", self._show_timeline, methods=["GET"]),
                 Route(f"{ROOT}/injections", self._show_injections, methods=["GET"]),
                 Route(f"{ROOT}/playground", self._show_playground, methods=["GET", "POST"]),
                 *(Route(f"{ROOT}/{name}", _file(name), methods=["GET"]) for name in STATIC),
@@ -119,6 +123,18 @@ class Console:
             history_link=lambda other: _link("policy", {"policy": name, "page": number, "history": other}),
             name_link=lambda each: _link("policy", {"policy": each, "page": number}),
             number_link=lambda other: _link("policy", {"policy": name, "page": other}),
+        )
+
+    async def _show_timeline(self, _: Request) -> Response:
+        return _page(
+            "timeline",
+            "timeline",
+            sidecars=self.timeline.sidecars(),
+            injections=self.timeline.injections(),
+            samples=list(self.timeline.samples)[: -SAMPLES_IN_THE_TABLE - 1 : -1],
+            seconds=SAMPLE_SECONDS,
+            width=WIDTH,
+            height=HEIGHT,
         )
 
     async def _show_injections(self, request: Request) -> Response:
