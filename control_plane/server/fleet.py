@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from control_plane.server.discovery_request import MAX_REMEMBERED_BYTES, DiscoveryClient
+from control_plane.server.discovery_request import MAX_REMEMBERED_BYTES, DiscoveryClient, shown
 from control_plane.server.xds import DiscoveryResponse, Snapshot
 
 ConfigStatus = Literal["SYNCED", "STALE", "ERROR", "UNKNOWN"]
@@ -135,15 +135,18 @@ class Fleet:
                 offset -= 1
                 if offset < 0 and len(page) < limit and size < MAX_PAGE_BYTES:
                     size += sidecar.client.size
-                    page.append(_status_of(sidecar, expected_version, found))
+                    page.append(status_of(sidecar, expected_version, found))
         return counts, page
 
 
-def _status_of(sidecar: Sidecar, expected_version: str, status: ConfigStatus) -> SidecarStatus:
+def status_of(sidecar: Sidecar, expected_version: str, status: ConfigStatus) -> SidecarStatus:
+    """Return what there is to say about a sidecar, in a form for people."""
     client, key = sidecar.client, sidecar.client.key
     error = client.error or client.reason
     if status == "ERROR" and not error:
         error = "The sidecar was sent the expected version but polled again with its old one. See the sidecar's log."
+    if status == "UNKNOWN" and key and not error:
+        error = f"No policy has the name {shown(key.policy_name)}."
     return SidecarStatus(
         node_id=client.node_id,
         type=client.type_name,

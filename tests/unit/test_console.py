@@ -153,6 +153,11 @@ def test_nothing_that_a_sidecar_sends_becomes_markup(local: TestClient) -> None:
     assert "\\u202e" in local.get("/console/").text
 
 
+def test_a_sidecar_whose_policy_does_not_exist_is_told_apart(local: TestClient) -> None:
+    poll(local, "ml/pod", policy="made-up")
+    assert "No policy has the name &#39;made-up&#39;." in local.get("/console/").text
+
+
 def test_ten_thousand_sidecars_fill_pages_of_less_than_100_kb(
     local: TestClient, capsys: pytest.CaptureFixture[str]
 ) -> None:

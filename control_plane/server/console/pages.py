@@ -17,7 +17,7 @@ from control_plane.server.console.access import SECURITY_HEADERS, Access
 from control_plane.server.console.playground import MAX_BODY_BYTES, Playground, Typed, routes_of
 from control_plane.server.console.sidecars import Filter, page_of
 from control_plane.server.console.templates import STATIC, render, static
-from control_plane.server.console.timeline import HEIGHT, SAMPLE_SECONDS, WIDTH, Timeline
+from control_plane.server.console.timeline import BOTTOM, HEIGHT, LEFT, SAMPLE_SECONDS, WIDTH, Timeline
 from control_plane.server.fleet import Fleet
 from control_plane.server.injections import Injections
 from control_plane.server.policy_file import PolicyFile
@@ -135,6 +135,8 @@ class Console:
             seconds=SAMPLE_SECONDS,
             width=WIDTH,
             height=HEIGHT,
+            left=LEFT,
+            bottom=BOTTOM,
         )
 
     async def _show_injections(self, request: Request) -> Response:
@@ -146,7 +148,7 @@ class Console:
             "injections",
             counts=counts,
             more_counts=len(self._injections.counts) - len(counts),
-            recent=recent,
+            recent=[{**entry, "detail": _without_warnings(entry)} for entry in recent],
             pages=pages,
             number=number,
             number_link=lambda other: _link("injections", {"page": other}),
@@ -173,6 +175,12 @@ class Console:
             routes=routes_of(policies.by_name.get(typed.policy, policies.default)),
             max_body_bytes=MAX_BODY_BYTES,
         )
+
+
+def _without_warnings(entry: Mapping[str, Any]) -> str:
+    """Return what was done to a pod. The text goes on with the warnings, which the page lists."""
+    detail: str = entry["detail"]
+    return detail.partition(f" {entry['warnings'][0]['code']}: ")[0] if entry["warnings"] else detail
 
 
 def _page(template: str, page: str, status: int = 200, **values: Any) -> Response:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from control_plane.server.fleet import CONFIG_STATUSES, ConfigStatus, Fleet, Sidecar
+from control_plane.server.fleet import CONFIG_STATUSES, ConfigStatus, Fleet, Sidecar, SidecarStatus, status_of
 from control_plane.server.xds import Snapshot
 from control_plane.vllm import ROLES
 
@@ -28,14 +28,6 @@ class Filter(NamedTuple):
         return cls(status if status in CONFIG_STATUSES else "", role if role in ROLES else "", search)
 
 
-class Row(NamedTuple):
-    """One sidecar in the list."""
-
-    sidecar: Sidecar
-    expected_version: str
-    status: ConfigStatus
-
-
 class Page(NamedTuple):
     """One page of the list. `counts` are of all sidecars, `matching` of those that the filter lets through."""
 
@@ -43,13 +35,13 @@ class Page(NamedTuple):
     matching: int
     number: int
     pages: int
-    rows: list[Row]
+    rows: list[SidecarStatus]
 
 
 def page_of(fleet: Fleet, snapshot: Snapshot, wanted: Filter, number: int) -> Page:
     """Return one page, the first of which is 1. A number that is too large gives the last page."""
     counts: dict[ConfigStatus, int] = dict.fromkeys(CONFIG_STATUSES, 0)
-    found: list[tuple[int, str, Row]] = []
+    found: list[tuple[int, str, tuple[Sidecar, str, ConfigStatus]]] = []
     search = wanted.search.lower()
     for sidecar, expected_version, status in fleet.statuses(snapshot):
         counts[status] += 1
@@ -57,11 +49,11 @@ def page_of(fleet: Fleet, snapshot: Snapshot, wanted: Filter, number: int) -> Pa
             continue
         if search and not _matches(sidecar, search):
             continue
-        found.append((_ORDER[status], sidecar.client.node_id, Row(sidecar, expected_version, status)))
+        found.append((_ORDER[status], sidecar.client.node_id, (sidecar, expected_version, status)))
     found.sort(key=lambda entry: entry[:2])
     pages = max(1, -(-len(found) // PAGE_SIZE))
     number = min(max(1, number), pages)
-    rows = [row for _, _, row in found[(number - 1) * PAGE_SIZE : number * PAGE_SIZE]]
+    rows = [status_of(*row) for _, _, row in found[(number - 1) * PAGE_SIZE : number * PAGE_SIZE]]
     return Page(counts, len(found), number, pages, rows)
 
 

@@ -22,7 +22,9 @@ MAX_SAMPLES = 240
 """One hour."""
 
 WIDTH, HEIGHT = 720, 220
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 28
+LEFT, BOTTOM = 76, 36
+"""Where the axes are: the texts beside them are larger on a small screen."""
+_RIGHT, _TOP = 12, 24
 
 
 class Sample(NamedTuple):
@@ -99,10 +101,10 @@ class Timeline:
         top = _rounded_up(max((value[name] for value in values for name in names), default=0))
 
         def across(when: float) -> float:
-            return round(_LEFT + (when - first) / seconds * (WIDTH - _LEFT - _RIGHT), 1)
+            return round(LEFT + (when - first) / seconds * (WIDTH - LEFT - _RIGHT), 1)
 
         def up(value: float) -> float:
-            return round(HEIGHT - _BOTTOM - value / top * (HEIGHT - _TOP - _BOTTOM), 1)
+            return round(HEIGHT - BOTTOM - value / top * (HEIGHT - _TOP - BOTTOM), 1)
 
         lines = {
             name: " ".join(f"{across(when)},{up(value[name])}" for when, value in zip(times, values, strict=True))
