@@ -35,7 +35,7 @@ PAGES = ("", "policy", "timeline", "injections", "playground")
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Browser]:
     """The browser. Without it the test is skipped, with the reason; with CI=true it fails."""
-    found = shutil.which("chromium")
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if found is None:
         reason = "chromium is missing. Install it, on Debian: apt-get install chromium"
         if os.environ.get("CI") == "true":
@@ -61,31 +61,33 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
         until(lambda: running.get("/readyz").json()["problems"], "the problem of the policy file")
         for name, command in (("chat-1", ["vllm", "serve", "m"]), ("job-1", ["sleep"]), ("chat-2", ["vllm", "serve"])):
             annotations = {"vllm-priority.io/mode": "made-up"} if name == "chat-2" else {}
-            post(running, "/inject", review(name, command, annotations))
+            with client_of(running) as client:
+                client.post("/inject", json=review(name, command, annotations))
         yield running
 
 
 @pytest.fixture
 def fleet(plane: ControlPlane) -> ControlPlane:
     """The control plane with sidecars of each status. It forgets them a minute after their last poll."""
-    for number in range(60):
-        poll(plane, f"ml/chat-7d4b9c6f-{number:05}", labels={"app": "chat"})
-    poll(plane, "ml/chat-7d4b9c6f-late", accepts=False)
-    for _ in range(2):
-        poll(plane, "ml/chat-7d4b9c6f-broken", version="of-yesterday")
-    poll(plane, "research/eval-0", policy="evaluation")
+    with client_of(plane) as client:
+        for number in range(60):
+            poll(client, f"ml/chat-7d4b9c6f-{number:05}", labels={"app": "chat"})
+        poll(client, "ml/chat-7d4b9c6f-late", accepts=False)
+        for _ in range(2):
+            poll(client, "ml/chat-7d4b9c6f-broken", version="of-yesterday")
+        poll(client, "research/eval-0", policy="evaluation")
     return plane
 
 
-def post(plane: ControlPlane, path: str, content: object) -> httpx.Response:
-    return httpx.post(f"http://{plane.address}{path}", json=content, timeout=WAIT, trust_env=False)
+def client_of(plane: ControlPlane) -> httpx.Client:
+    return httpx.Client(base_url=f"http://{plane.address}", timeout=WAIT, trust_env=False)
 
 
-def poll(plane: ControlPlane, node: str, *, version: str = "", accepts: bool = True, **metadata: object) -> None:
+def poll(client: httpx.Client, node: str, *, version: str = "", accepts: bool = True, **metadata: object) -> None:
     body = {"version_info": version, "node": {"id": node, "metadata": {"role": "engine", **metadata}}}
-    found = post(plane, ECDS, body)
+    found = client.post(ECDS, json=body)
     if accepts and found.status_code == 200 and not version:
-        post(plane, ECDS, {**body, "version_info": found.json()["version_info"]})
+        client.post(ECDS, json={**body, "version_info": found.json()["version_info"]})
 
 
 def review(name: str, command: list[str], annotations: dict[str, str]) -> dict[str, Any]:
