@@ -81,6 +81,7 @@ def test_a_route_that_is_not_edited_passes_through() -> None:
     [
         ({"peer": "10.1.2.3", "headers": "x-vllm-priority: batch"}, "9", ["classes", "trust"]),
         ({"peer": "10.1.2.3", "headers": "x-vllm-priority: batch\nx-tenant: red"}, "50", ["classes", "trust"]),
+        ({"peer": "10.1.2.3", "headers": "x-tenant: red"}, "50", ["default", "trust"]),
         ({"peer": "10.1.2.3", "headers": "x-tenant: blue"}, None, ["default", "trust"]),
         ({"peer": "192.0.2.1", "headers": "x-vllm-priority: 1"}, "9", ["default", "trust"]),
         ({"peer": "192.0.2.1", "policy": "open"}, "-10", ["header"]),
@@ -156,7 +157,7 @@ def test_bytes_that_are_not_utf8_reach_the_filter(client: TestClient) -> None:
     assert "The client's has 9." in found.text
 
 
-@pytest.mark.parametrize("form", [b"\xff", b"a=1&" * 21, b"body=" + b"x" * 300_000], ids=["bytes", "fields", "large"])
+@pytest.mark.parametrize("form", [b"\xff", b"a=1&" * 21, b"other=" + b"x" * 300_000], ids=["bytes", "fields", "large"])
 def test_a_form_that_is_not_valid_is_an_error_in_one_line(client: TestClient, form: bytes) -> None:
     found = client.post("/console/playground", content=form)
     assert found.status_code == 400

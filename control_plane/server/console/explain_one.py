@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 def differences(before: bytes, after: bytes) -> Iterator[Piece]:
     """Yield the parts of two bodies in order. Those that are not inserted make `before`, not removed: `after`."""
     start = len(os.path.commonprefix([before, after]))
-    end = min(len(os.path.commonprefix([before[start:][::-1], after[start:][::-1]])), len(before) - start)
+    end = len(os.path.commonprefix([before[start:][::-1], after[start:][::-1]]))
     old, new = before[start : len(before) - end], after[start : len(after) - end]
     if start:
         yield Piece("same", before[:start])
