@@ -45,6 +45,7 @@ end
 --   by_policy  the rule for a body where the client may name a priority and has sent no header; nil: it passes unread
 --   untrusted  the rule for a client that may not name one
 --   dropped    the same, where it has named one in a header, which is removed
+--   ignored    what by_policy becomes where the header is not valid and does not count, by the outcome of the header
 --
 -- A rule is a verdict (see priority.reader()), whose text is inserted where the body names no priority, and has
 --
@@ -75,7 +76,18 @@ function body_rule.of(settings)
   elseif settings.body == "clamp" then
     by_policy = rule(clamping(settings), { clamps = true })
   end
-  return { read = read, by_policy = by_policy, untrusted = untrusted(nil), dropped = untrusted("untrusted") }
+  local ignored = {}
+  for _, outcome in ipairs(by_policy and { "invalid", "out_of_range", "ambiguous" } or {}) do
+    local noted = { note = "; " .. outcome, left = outcome }
+    ignored[outcome] = setmetatable(noted, { __index = by_policy })
+  end
+  return {
+    read = read,
+    by_policy = by_policy,
+    untrusted = untrusted(nil),
+    dropped = untrusted("untrusted"),
+    ignored = ignored,
+  }
 end
 
 return body_rule

@@ -299,7 +299,8 @@ function envoy_on_request(handle)
       if settings.enforces_ordinary then
         headers:remove(HEADER) -- vLLM reads some integers that are rejected here
       end
-      if settings.body == "accept" then
+      verdict = rules.ignored[named.outcome]
+      if not verdict then
         return tell(handle, named.outcome, nil, route)
       end
     end

@@ -100,6 +100,12 @@ local function network(text)
   end
 end
 
+-- The text without the blanks before and after it. Blanks within it stay. One pattern for both ends would take time
+-- that grows with the square of the blanks.
+local function without_blanks(text)
+  return match(text, "^([^ \t]*)[ \t]*$", find(text, "[^ \t]") or 1) or text
+end
+
 local function networks(texts)
   local found = {}
   for index, text in ipairs(texts or {}) do
@@ -131,7 +137,7 @@ function trust.rule(rules)
     local count = 0
     while forwarded and forwarded ~= "" do
       local before, last = match(forwarded, "^(.*),([^,]*)$")
-      address = trust.address((gsub(last or forwarded, "[ \t]", "")))
+      address = trust.address(without_blanks(last or forwarded))
       count = count + 1
       if not address or count > MAX_FORWARDED then
         return nil

@@ -88,8 +88,8 @@ class Policy(PolicyModel):
     )
     on_invalid: Literal["reject", "ignore"] = Field(
         default="reject",
-        description="What happens to a header value that is not a valid priority. reject: 400; ignore: the body's own "
-        "priority applies.",
+        description="What happens to a header value that is not a valid priority. reject: 400; ignore: it counts as "
+        "if there were no header, so the body's own priority applies, or the default.",
     )
     on_unmovable: Literal["reject", "forward"] = Field(
         default="reject",

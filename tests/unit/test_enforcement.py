@@ -173,6 +173,17 @@ def test_other_ways_to_a_chat_obey_the_policy_too(
     assert names(ignored) == [], "vLLM would read it"
 
 
+def test_a_header_that_is_ignored_leaves_the_default_on_every_route() -> None:
+    policy = "{ordinary: enforce, on_invalid: ignore, default: 3}"
+    for path in (RENDER, CHAT, "/v1/embeddings"):
+        found = send(policy, b"{}", "high", path=path)
+        assert result(found) == ("3; source=default; outcome=inserted; invalid", b'{"priority":3}'), path
+    found = send(policy, b"{}", "high", path=MESSAGES)
+    assert (found.report, names(found)) == ("3; source=default; outcome=header_set; invalid", ["3"])
+    found = send("{on_invalid: ignore, default: 3}", b"{}", "high", path="/v1/messages/render")
+    assert (found.report, found.response) == ("3; source=default; outcome=response_edited; invalid", b'{"priority":3}')
+
+
 def test_two_header_lines_leave_as_one() -> None:
     found = send("ordinary: enforce", b"{}", path=CHAT, headers=[JSON, (X, "5"), (X, "5")])
     assert set(names(found)) == {"5"}

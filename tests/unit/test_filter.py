@@ -75,6 +75,16 @@ PASSED = [
     (IGNORE, [JSON, (X, "9" * 30)], b"{}", "none; outcome=out_of_range", b"{}"),
     (IGNORE, [JSON, FIVE, (X, "6")], b"{}", "none; outcome=ambiguous", b"{}"),
     ("{on_invalid: ignore, range: {max: 4}}", [JSON, FIVE], b"{}", "none; outcome=out_of_range", b"{}"),
+    ("{on_invalid: ignore, default: 3}", [JSON, (X, "high")], b"{}",
+     "3; source=default; outcome=inserted; invalid", b'{"priority":3}'),
+    ("{on_invalid: ignore, default: 3}", [JSON, (X, "9" * 30)], b'{"priority":2}',
+     "none; outcome=out_of_range", b'{"priority":2}'),
+    ("{on_invalid: ignore, default: 3}", [JSON, FIVE, (X, "6")], b"{}",
+     "3; source=default; outcome=inserted; ambiguous", b'{"priority":3}'),
+    ("{on_invalid: ignore, default: 3}", [JSON, (X, "high")], b"[]", "none; outcome=not_an_object", b"[]"),
+    ("{on_invalid: ignore, default: 3, tenants: {header: x-tenant, rules: {batch: {default: 10}}}}",
+     [JSON, (X, "high"), ("x-tenant", "batch")], b"{}",
+     "10; source=default; outcome=inserted; invalid", b'{"priority":10}'),
     # two equal lines are one value
     ("{}", [JSON, FIVE, FIVE], b"{}", INSERTED, b'{"priority":5}'),
     # bodies that are not a JSON object pass unchanged
