@@ -12,6 +12,7 @@ from control_plane.cli.options import (
 from control_plane.cli.terminal import complain
 from control_plane.policy.difference import NOT_SET, policy_changes
 from control_plane.policy.load import load_policies
+from control_plane.policy.restart import listed, needing_restart
 
 
 @click.command(
@@ -23,7 +24,8 @@ from control_plane.policy.load import load_policies
 def validate(path: str, against: str | None, as_json: bool) -> None:
     """Check a policy file."""
     policies = load_policies(path)
-    changes = policy_changes(load_policies(against), policies) if against is not None else []
+    old = load_policies(against) if against is not None else policies
+    changes, restart = policy_changes(old, policies), needing_restart(old, policies)
     names = [entry.name for entry in policies.named]
     for name, policy in policies.by_name.items():
         if policy.open_routes:
@@ -32,11 +34,14 @@ def validate(path: str, against: str | None, as_json: bool) -> None:
         report = {"valid": True, "default": policies.default.model_dump(mode="json"), "named": names}
         if against is not None:
             report["changes"] = [change._asdict() for change in changes]
+            report["restart"] = restart
         click.echo(json.dumps(report))
         return
     click.echo(f"{path}: valid" + (f"; named policies: {', '.join(names)}" if names else ""))
     for change in changes:
-        old, new = (value if value == NOT_SET else json.dumps(value) for value in (change.old, change.new))
-        click.echo(f"{change.policy}: {change.key}: {old} -> {new}")
+        was, becomes = (value if value == NOT_SET else json.dumps(value) for value in (change.old, change.new))
+        click.echo(f"{change.policy}: {change.key}: {was} -> {becomes}")
+    for name, keys in restart.items():
+        click.echo(f"{name}: running sidecars need a restart for {listed(keys)}")
     if against is not None and not changes:
         click.echo(f"Nothing changes: it has the same values as {against}.")

@@ -1,6 +1,7 @@
 """A whole Envoy configuration, or its parts as discovery resources."""
 
 from control_plane.policy.model import Policy
+from control_plane.policy.restart import StartedWith
 from control_plane.render.addresses import socket_address
 from control_plane.render.clusters import clusters
 from control_plane.render.filter import ManagedEnvoy
@@ -35,6 +36,7 @@ def xds(policy: Policy, placement: Placement) -> list[Resource]:
 
 def node_metadata(policy: Policy, placement: Placement) -> Resource:
     """What a sidecar that starts with this policy tells the control plane of itself, as `node.metadata`."""
+    started_with = StartedWith.of(policy).told()
     return {
         "role": placement.role,
         "listen": str(placement.listen),
@@ -43,6 +45,7 @@ def node_metadata(policy: Policy, placement: Placement) -> Resource:
         "report_header": ManagedEnvoy.of(policy).report_header,
         **({"policy": placement.policy_name} if placement.policy_name else {}),
         **({"root_path": placement.root_path} if placement.root_path else {}),
+        **({"started_with": started_with} if started_with else {}),
     }
 
 

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from control_plane.errors import BadInput
 from control_plane.injector.admission import encode_json
 from control_plane.kubernetes_api import in_cluster
+from control_plane.policy.restart import listed
 from control_plane.server.certificates import Certificate
 from control_plane.server.console.access import Access
 from control_plane.server.console.pages import Console
@@ -233,6 +234,13 @@ async def _watch(
             metrics.reloads.labels("loaded" if loaded else "rejected").inc()
         if loaded:
             _log.info("Loaded the policy file %s.", policy.path)
+            for name, keys in policy.restart_for.items():
+                _log.warning(
+                    "Policy %s: %s has no effect in running sidecars that started without it. Restart them. "
+                    "/api/sidecars lists them under restart_for.",
+                    name,
+                    listed(keys),
+                )
         elif loaded is False:
             _log.error("The policy file is not valid; the last valid policy stays in force: %s", policy.problem)
         if certificate and renewed:

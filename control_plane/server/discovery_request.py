@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from sys import getsizeof
-from typing import Annotated, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from pydantic_core import from_json
@@ -16,6 +16,7 @@ from pydantic_core import from_json
 from control_plane.address import Address
 from control_plane.errors import BadInput
 from control_plane.policy.model import RootPath
+from control_plane.policy.restart import StartedWith
 from control_plane.render.filter import FILTER_NAME
 from control_plane.render.placement import DEFAULT_LISTEN, DEFAULT_UPSTREAM, MAX_LABELS
 from control_plane.server.bounded_cache import BoundedCache
@@ -63,6 +64,8 @@ class DiscoveryClient:
     """The client's own description of why it rejected the last configuration, or the empty string."""
     size: int = field(default=0, compare=False)
     """About how much memory this takes, in bytes."""
+    started_with: StartedWith = StartedWith()
+    """What the client's own configuration has of the policy that it started with."""
     probe: bool = False
     """Whether the client only tests the control plane, as `helm test` does, and is not a sidecar."""
 
@@ -87,6 +90,13 @@ _LabelValue = Annotated[str, StringConstraints(max_length=63)]
 _Address = _Text | Annotated[int, Field(ge=1, le=65535)] | None
 
 
+class _StartedWith(_Message):
+    ordinary: Literal["pass", "enforce"] = "pass"
+    root_path: RootPath | None = None
+    # Envoy's metadata has doubles, so 99 can arrive as 99.0.
+    max_body_bytes: Annotated[int, Field(strict=False, ge=0, le=2**52)] | None = StartedWith().max_body_bytes
+
+
 class _Metadata(_Message):
     role: _Text = ""
     policy: _Text | None = None
@@ -95,6 +105,7 @@ class _Metadata(_Message):
     upstream: _Address = None
     report_header: _Text | None = None
     root_path: RootPath | None = None
+    started_with: _StartedWith = _StartedWith()
     probe: bool = False
 
 
@@ -159,11 +170,15 @@ def decode(type_name: str, body: bytes) -> DiscoveryRequest:
         reason,
         metadata.policy or "",
         metadata.report_header or "",
+        metadata.started_with.root_path or "",
         *(metadata.labels or {}),
         *(metadata.labels or {}).values(),
     )
     size = 1000 + sum(map(getsizeof, texts))
-    client = DiscoveryClient(message.node.id, type_name, metadata.role, key, reason, error_line, size, metadata.probe)
+    started_with = StartedWith(**dict(metadata.started_with))
+    client = DiscoveryClient(
+        message.node.id, type_name, metadata.role, key, reason, error_line, size, started_with, metadata.probe
+    )
     return DiscoveryRequest(client, message.version_info)
 
 

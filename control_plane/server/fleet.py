@@ -51,6 +51,8 @@ class SidecarStatus(NamedTuple):
     expected_version: str
     status: ConfigStatus
     error: str
+    restart_for: tuple[str, ...]
+    """The keys of its policy that have no effect until it is restarted."""
     first_seen: float
     last_seen: float
 
@@ -106,8 +108,8 @@ class Fleet:
     def _forget_oldest(self) -> None:
         self._bytes -= self._sidecars.pop(next(iter(self._sidecars))).client.size
 
-    def statuses(self, snapshot: Snapshot) -> Iterator[tuple[Sidecar, str, ConfigStatus]]:
-        """Yield each sidecar with the version that it should have and its status, most recent poll first."""
+    def statuses(self, snapshot: Snapshot) -> Iterator[tuple[Sidecar, DiscoveryResponse, ConfigStatus]]:
+        """Yield each sidecar with what it should have and its status, most recent poll first."""
         for sidecar in reversed(list(self._sidecars.values())):
             current = snapshot.current(sidecar.client)
             status: ConfigStatus
@@ -117,7 +119,7 @@ class Fleet:
                 status = "SYNCED"
             else:
                 status = "ERROR" if sidecar.rejected == current.version else "STALE"
-            yield sidecar, current.version, status
+            yield sidecar, current, status
 
     def report(
         self, snapshot: Snapshot, status: ConfigStatus | None = None, limit: int = 500, offset: int = 0
@@ -129,17 +131,25 @@ class Fleet:
         counts: dict[ConfigStatus, int] = dict.fromkeys(CONFIG_STATUSES, 0)
         page: list[SidecarStatus] = []
         size = 0
-        for sidecar, expected_version, found in self.statuses(snapshot):
+        for sidecar, expected, found in self.statuses(snapshot):
             counts[found] += 1
             if status in (None, found):
                 offset -= 1
                 if offset < 0 and len(page) < limit and size < MAX_PAGE_BYTES:
                     size += sidecar.client.size
-                    page.append(status_of(sidecar, expected_version, found))
+                    page.append(status_of(sidecar, expected, found))
         return counts, page
 
 
-def status_of(sidecar: Sidecar, expected_version: str, status: ConfigStatus) -> SidecarStatus:
+def restart_for(sidecar: Sidecar, expected: DiscoveryResponse) -> tuple[str, ...]:
+    """Return the keys of the expected policy that need a restart. Envoys that get whole listeners need none."""
+    client = sidecar.client
+    if expected.policy is None or client.type_name != "extension_configs":
+        return ()
+    return client.started_with.lacks(expected.policy)
+
+
+def status_of(sidecar: Sidecar, expected: DiscoveryResponse, status: ConfigStatus) -> SidecarStatus:
     """Return what there is to say about a sidecar, in a form for people."""
     client, key = sidecar.client, sidecar.client.key
     error = client.error or client.reason
@@ -154,9 +164,10 @@ def status_of(sidecar: Sidecar, expected_version: str, status: ConfigStatus) -> 
         policy=key.policy_name if key else None,
         labels=dict(key.labels) if key else {},
         version=sidecar.version,
-        expected_version=expected_version,
+        expected_version=expected.version,
         status=status,
         error=error,
+        restart_for=restart_for(sidecar, expected),
         first_seen=sidecar.first_seen,
         last_seen=sidecar.last_seen,
     )

@@ -8,21 +8,11 @@ from typing import Self
 
 from control_plane.address import Address
 from control_plane.errors import BadInput
-from control_plane.policy.model import Policies
+from control_plane.policy.restart import listed, needing_restart
 from control_plane.server.discovery_request import decode
 from control_plane.server.policy_file import PolicyFile
 
 _STATUS = {"found": 200, "not_modified": 304, "not_found": 404, "busy": 503}
-
-_RESTART = ". Restart the sidecar for ordinary, routes.root_path and limits.max_body_bytes, which have changed"
-
-
-def _needing_restart(policies: Policies) -> list[object]:
-    """What Envoy's routes are made of, by policy. Only the filter can change while Envoy runs."""
-    return [
-        (name, policy.ordinary, policy.routes.root_path, policy.limits.max_body_bytes)
-        for name, policy in policies.by_name.items()
-    ]
 
 
 class LocalControlPlane:
@@ -35,7 +25,7 @@ class LocalControlPlane:
     def __init__(self, path: Path) -> None:
         """Load the policy file. PolicyError if it is not valid."""
         self._file = file = PolicyFile(path)
-        self._started = _needing_restart(file.snapshot.policies)
+        self._started = file.snapshot.policies
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -72,7 +62,9 @@ class LocalControlPlane:
             return f"{self._file.problem.rstrip('.')}. The sidecar keeps its last policy."
         if loaded is None:
             return f"{self._file.path} has not changed"
-        restart = "" if self._started == _needing_restart(self._file.snapshot.policies) else _RESTART
+        found = needing_restart(self._started, self._file.snapshot.policies)
+        keys = tuple(dict.fromkeys(key for keys in found.values() for key in keys))
+        restart = f". Restart the sidecar for {listed(keys)}" if keys else ""
         return f"loaded {self._file.path}; new requests follow it within 2 s{restart}"
 
     def __enter__(self) -> Self:

@@ -7,9 +7,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
+from control_plane.policy.restart import RESTART_KEYS
 from control_plane.server.certificates import Certificate
 from control_plane.server.discovery_request import TYPE_URLS
-from control_plane.server.fleet import Fleet
+from control_plane.server.fleet import Fleet, restart_for
 from control_plane.server.injections import Injections
 from control_plane.server.policy_file import PolicyFile
 from control_plane.vllm import ROLES
@@ -86,11 +87,14 @@ class _FleetCollector(Collector):
         # Otherwise a client could create any number of time series.
         known = self._policy.earlier_versions.union(self._policy.snapshot.versions())
         counts: dict[tuple[str, ...], int] = {}
-        for sidecar, _, status in self._fleet.statuses(self._policy.snapshot):
+        restarts = dict.fromkeys(RESTART_KEYS, 0)
+        for sidecar, expected, status in self._fleet.statuses(self._policy.snapshot):
             version = sidecar.version if sidecar.version in known else "other" if sidecar.version else "none"
             role = sidecar.client.role if sidecar.client.role in ROLES else "other"
             key = sidecar.client.type_name, role, version, status
             counts[key] = counts.get(key, 0) + 1
+            for name in restart_for(sidecar, expected):
+                restarts[name] += 1
         family = GaugeMetricFamily(
             f"{_PREFIX}_sidecars",
             "Sidecars that poll this replica, by type, role, version and status (SYNCED, STALE, ERROR or UNKNOWN).",
@@ -98,6 +102,14 @@ class _FleetCollector(Collector):
         )
         for labels, count in sorted(counts.items()):
             family.add_metric(labels, count)
+        yield family
+        family = GaugeMetricFamily(
+            f"{_PREFIX}_sidecars_to_restart",
+            "Sidecars that poll this replica and need a restart before a key of their policy has an effect, by key.",
+            labels=["key"],
+        )
+        for name, count in restarts.items():
+            family.add_metric([name], count)
         yield family
 
 

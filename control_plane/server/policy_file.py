@@ -9,6 +9,7 @@ from typing import NamedTuple
 from control_plane.errors import PriorityError
 from control_plane.policy.difference import unified_difference
 from control_plane.policy.load import load_policies
+from control_plane.policy.restart import needing_restart
 from control_plane.server.xds import Snapshot
 
 MAX_HISTORY = 20
@@ -33,7 +34,8 @@ class PolicyFile:
     """The policies in force. They are the last valid ones that the file held.
 
     `problem` is the reason why the file's present content is not in force, or None. `loaded` is the time at which the
-    policies in force were loaded, in seconds since the epoch.
+    policies in force were loaded, in seconds since the epoch. `restart_for` has the keys that need a restart of
+    sidecars that started with the policies before, by policy.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,6 +44,7 @@ class PolicyFile:
         self.version = ""
         self.problem: str | None = None
         self.earlier_versions: frozenset[str] = frozenset()
+        self.restart_for: dict[str, tuple[str, ...]] = {}
         self.snapshot, self.loaded = self._load()
         self.history: deque[PolicyVersion] = deque(
             [PolicyVersion(self.loaded, self.version, None, "")], maxlen=MAX_HISTORY
@@ -67,6 +70,7 @@ class PolicyFile:
         self.earlier_versions = frozenset(self.snapshot.versions())
         difference = unified_difference(self.snapshot.policies, snapshot.policies, MAX_DIFFERENCE_CHARS)
         self.history.appendleft(PolicyVersion(loaded, self.version, None, difference))
+        self.restart_for = needing_restart(self.snapshot.policies, snapshot.policies)
         self.snapshot, self.loaded = snapshot, loaded
         self.problem = None
         return True

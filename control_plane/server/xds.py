@@ -66,6 +66,8 @@ class DiscoveryResponse:
     version: str = ""
     body: bytes = b""
     reason: str = ""
+    policy: Policy | None = None
+    """The policy that was rendered, if found."""
 
 
 _BUSY = DiscoveryResponse(
@@ -149,7 +151,7 @@ def _render(key: ResourceKey, policy: Policy) -> DiscoveryResponse:
     resources = [{"@type": type_url, **resource} for resource in _RESOURCES[key.type_name](policy, key)]
     version = sha256(_json(resources)).hexdigest()[:16]
     body = _json({"version_info": version, "resources": resources, "type_url": type_url})
-    return DiscoveryResponse("found", version, body)
+    return DiscoveryResponse("found", version, body, policy=policy)
 
 
 def _json(value: Any) -> bytes:

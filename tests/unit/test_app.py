@@ -492,6 +492,27 @@ def test_metrics_count_requests_and_sidecars_by_version(client: TestClient) -> N
     )
 
 
+def test_a_change_that_needs_a_restart_is_seen_in_the_list_the_metrics_and_the_log(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text("default: 1\n")
+    with TestClient(create_app(ServeSettings(path, reload_seconds=0.01))) as client:
+        client.post(ECDS, json=sidecar(node="a"))
+        client.post(ECDS, json=sidecar(node="b", started_with={"ordinary": "enforce"}))
+        path.write_text("ordinary: enforce\n")
+        deadline = time.monotonic() + 30
+        while "restart_for" not in caplog.text:
+            assert time.monotonic() < deadline, "nothing is logged"
+            time.sleep(0.01)
+        assert "Policy default: ordinary has no effect in running sidecars that started without it." in caplog.text
+        listed = client.get("/api/sidecars").json()["sidecars"]
+        assert {row["node_id"]: row["restart_for"] for row in listed} == {"a": ["ordinary"], "b": []}
+        text = client.get("/metrics").text
+        assert 'vllm_priority_control_plane_sidecars_to_restart{key="ordinary"} 1.0' in text
+        assert 'vllm_priority_control_plane_sidecars_to_restart{key="routes.root_path"} 0.0' in text
+
+
 def test_two_apps_in_one_process_count_separately(client: TestClient, policy_file: Path) -> None:
     client.post(ECDS, content=b"{")
     with TestClient(create_app(ServeSettings(policy_file))) as other:

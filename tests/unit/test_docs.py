@@ -106,7 +106,8 @@ def test_the_reference_lists_every_label_annotation_and_reason() -> None:
     "metric",
     [
         "requests_total", "policy_reloads_total", "policy_broken", "policy_loaded_timestamp_seconds",
-        "certificate_expiry_timestamp_seconds", "inject_seconds", "sidecars", "injections_total",
+        "certificate_expiry_timestamp_seconds", "inject_seconds", "sidecars", "sidecars_to_restart",
+        "injections_total",
     ],
 )  # fmt: skip
 def test_the_reference_lists_the_metrics_with_their_labels(metric: str) -> None:

@@ -5,6 +5,8 @@ import json
 import pytest
 
 from control_plane.policy.load import parse_policies
+from control_plane.render.bootstrap import node_metadata
+from control_plane.render.placement import Placement
 from control_plane.server.discovery_request import RequestDecoder
 from control_plane.server.fleet import Fleet, SidecarStatus
 from control_plane.server.xds import Snapshot
@@ -74,6 +76,31 @@ def test_a_sidecar_that_polls_again_with_its_old_version_has_rejected_the_new_on
     replica.poll(old)
     assert replica.only().status == "ERROR"
     assert "See the sidecar's log." in replica.only().error
+
+
+@pytest.mark.parametrize(
+    ("started_with", "policy", "keys"),
+    [
+        ("{}", "ordinary: enforce", ("ordinary",)),
+        ("ordinary: enforce", "ordinary: enforce", ()),
+        ("ordinary: enforce", "{}", ()),
+        ("{}", "routes: {root_path: /llm}", ("routes.root_path",)),
+        ("routes: {root_path: /a}", "routes: {root_path: /llm}", ("routes.root_path",)),
+        ("routes: {root_path: /llm}", "{}", ()),
+        ("{}", "limits: {max_body_bytes: 99}", ()),
+        ("limits: {max_body_bytes: 99}", "{}", ("limits.max_body_bytes",)),
+        ("{}", "limits: {max_body_bytes: null}", ("limits.max_body_bytes",)),
+        ("limits: {max_body_bytes: null}", "{}", ()),
+    ],
+)
+def test_a_sidecar_needs_a_restart_for_what_its_own_configuration_lacks(
+    started_with: str, policy: str, keys: tuple[str, ...]
+) -> None:
+    replica = Replica()
+    metadata = node_metadata(parse_policies(started_with).default, Placement.default("render"))
+    replica.poll(**json.loads(json.dumps(metadata)))
+    replica.snapshot = Snapshot(parse_policies(policy))
+    assert replica.only().restart_for == keys
 
 
 def test_the_error_ends_when_the_policy_changes_again() -> None:

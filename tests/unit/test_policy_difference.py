@@ -65,5 +65,11 @@ def test_the_command_prints_the_changes(tmp_path: Path, capsys: pytest.CaptureFi
     assert validate("-f", str(new), "--against", str(old)) == f"{new}: valid\ndefault: classes.batch: 10 -> 20\n"
     report = json.loads(validate("-f", str(new), "--against", str(old), "--json"))
     assert report["changes"] == [{"policy": "default", "key": "classes.batch", "old": 10, "new": 20}]
+    assert report["restart"] == {}
+    new.write_text("{ordinary: enforce, classes: {batch: 10}, default: batch}")
+    assert validate("-f", str(new), "--against", str(old)) == (
+        f'{new}: valid\ndefault: ordinary: "pass" -> "enforce"\ndefault: running sidecars need a restart for ordinary\n'
+    )
+    assert json.loads(validate("-f", str(new), "--against", str(old), "--json"))["restart"] == {"default": ["ordinary"]}
     assert "Nothing changes: " in validate("-f", str(new), "--against", str(new))
     assert "changes" not in json.loads(validate("-f", str(new), "--json"))

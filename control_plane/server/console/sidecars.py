@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from control_plane.server.fleet import CONFIG_STATUSES, ConfigStatus, Fleet, Sidecar, SidecarStatus, status_of
-from control_plane.server.xds import Snapshot
+from control_plane.server.xds import DiscoveryResponse, Snapshot
 from control_plane.vllm import ROLES
 
 PAGE_SIZE = 50
@@ -41,15 +41,15 @@ class Page(NamedTuple):
 def page_of(fleet: Fleet, snapshot: Snapshot, wanted: Filter, number: int) -> Page:
     """Return one page, the first of which is 1. A number that is too large gives the last page."""
     counts: dict[ConfigStatus, int] = dict.fromkeys(CONFIG_STATUSES, 0)
-    found: list[tuple[int, str, tuple[Sidecar, str, ConfigStatus]]] = []
+    found: list[tuple[int, str, tuple[Sidecar, DiscoveryResponse, ConfigStatus]]] = []
     search = wanted.search.lower()
-    for sidecar, expected_version, status in fleet.statuses(snapshot):
+    for sidecar, expected, status in fleet.statuses(snapshot):
         counts[status] += 1
         if wanted.status not in ("", status) or wanted.role not in ("", sidecar.client.role):
             continue
         if search and not _matches(sidecar, search):
             continue
-        found.append((_ORDER[status], sidecar.client.node_id, (sidecar, expected_version, status)))
+        found.append((_ORDER[status], sidecar.client.node_id, (sidecar, expected, status)))
     found.sort(key=lambda entry: entry[:2])
     pages = max(1, -(-len(found) // PAGE_SIZE))
     number = min(max(1, number), pages)
