@@ -9,13 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from control_plane.render.filter import FILTER_NAME
+from control_plane.render.tokens import TOKENS_NAMESPACE
 
 
 class Metadata:
-    """Dynamic metadata of one stream, under the filter's namespace."""
+    """Dynamic metadata of one stream: the filter's own, and the payload of a verified token."""
 
     def __init__(self, to_table: Callable[[Any], Any]) -> None:
         self.values: dict[bytes, Any] = {}
+        self.tokens: dict[bytes, Any] = {}
         self.to_table = to_table
 
     @property
@@ -24,6 +26,8 @@ class Metadata:
         return self.values[b"report"][b"text"] if b"report" in self.values else None
 
     def get(self, namespace: bytes) -> Any:
+        if namespace == TOKENS_NAMESPACE.encode():
+            return self.to_table(self.tokens) if self.tokens else None
         return self.to_table(self.values) if namespace == FILTER_NAME.encode() and self.values else None
 
     def set(self, namespace: bytes, key: bytes, value: Any) -> None:

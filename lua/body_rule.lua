@@ -24,9 +24,21 @@ local function failure(why)
   end
 end
 
+-- A table with the entries of both, the first one's where both have one. Envoy Gateway's validator has no setmetatable.
+local function merged(own, other)
+  local result = {}
+  for key, value in pairs(other) do
+    result[key] = value
+  end
+  for key, value in pairs(own) do
+    result[key] = value
+  end
+  return result
+end
+
 -- Clamps a value of the body. In the body of an engine whose order is reversed, it stands negated.
 local function clamping(settings)
-  local read = priority.reader(setmetatable({ clamp = true, classes = {} }, { __index = settings }))
+  local read = priority.reader(merged({ clamp = true, classes = {} }, settings))
   return function(old)
     if not find(old, INTEGER) then
       return nil, "not_integer"
@@ -78,8 +90,7 @@ function body_rule.of(settings)
   end
   local ignored = {}
   for _, outcome in ipairs(by_policy and { "invalid", "out_of_range", "ambiguous" } or {}) do
-    local noted = { note = "; " .. outcome, left = outcome }
-    ignored[outcome] = setmetatable(noted, { __index = by_policy })
+    ignored[outcome] = merged({ note = "; " .. outcome, left = outcome }, by_policy)
   end
   return {
     read = read,

@@ -4,7 +4,7 @@
 -- response alone can carry the priority, the response is edited. Where the policy says so, a header that vLLM reads
 -- itself is written anew, and a priority in the body is checked. Everything else passes at once, untouched.
 
-local settings, json_edit, priority, body_rule, body, report, rejection, response, memory, trust = ...
+local settings, json_edit, priority, body_rule, body, report, rejection, response, memory, trust, claims = ...
 
 local find, tonumber = string.find, tonumber
 local note, tell = report.note, report.tell
@@ -42,6 +42,7 @@ for tenant, own in pairs(settings.tenants or {}) do
 end
 
 local trusted_by = settings.trust and trust.rule(settings.trust)
+local token_rules = settings.trust and settings.trust.claims
 
 -- The header's one value, or nil where its lines differ. Envoy joins lines with commas.
 local function header_value(headers, raw)
@@ -239,8 +240,11 @@ local function client_of(handle, headers)
   if trusted_by then
     local stream = handle:streamInfo()
     local forwarded, connection = headers:get("x-forwarded-for"), stream:downstreamSslConnection()
+    local metadata = stream:dynamicMetadata()
     local by = trusted_by(stream:downstreamDirectRemoteAddress(), forwarded, connection)
-    stream:dynamicMetadata():set(NAMESPACE, "trusted_by", by or "nothing")
+    local payload = token_rules and claims.payload(token_rules, headers, metadata)
+    by = by or (payload and claims.trusted_by(token_rules, payload))
+    metadata:set(NAMESPACE, "trusted_by", by or "nothing")
     if not by then
       return RULES, false
     end

@@ -33,11 +33,14 @@ def load_policies(path: Path | str) -> Policies:
         raise PolicyError(f"{shown(str(path))}: not a valid path. {_USE_A_FILE}") from None
     if len(read) > MAX_FILE_BYTES:
         raise PolicyError(f"{path}: larger than {MAX_FILE_BYTES} bytes. Use a smaller policy.")
-    return parse_policies(text, str(path))
+    return parse_policies(text, str(path), Path(path).parent)
 
 
-def parse_policies(text: str, source: str = "policy") -> Policies:
-    """Policies of a YAML text. PolicyError names `source`, the key's path, and what is allowed."""
+def parse_policies(text: str, source: str = "policy", folder: Path | None = None) -> Policies:
+    """Policies of a YAML text. PolicyError names `source`, the key's path, and what is allowed.
+
+    Files that the policy names are in `folder`. None: it may not name any.
+    """
     try:
         document = yaml.load(text, _StrictLoader)
     except yaml.YAMLError as error:
@@ -58,7 +61,7 @@ def parse_policies(text: str, source: str = "policy") -> Policies:
     top = {key: value for key, value in document.items() if key != "policies"}
     entries = document.get("policies")
     entries = [] if entries is None else entries
-    default = _validate(Policy, top, source)
+    default = _validate(Policy, top, source, folder=folder)
     if not isinstance(entries, list):
         raise PolicyError(f"{source}: policies: {shown(entries)} is not valid. Use a list of named policies.")
     named = []
@@ -70,7 +73,7 @@ def parse_policies(text: str, source: str = "policy") -> Policies:
         own = {} if own is None else own
         if not isinstance(own, dict):
             raise PolicyError(f"{source}: {path}.policy: {shown(own)} is not valid. {_USE_KEYS}")
-        policy = _validate(Policy, {**top, **own}, source, f"{path}.policy.")
+        policy = _validate(Policy, {**top, **own}, source, f"{path}.policy.", folder)
         named.append(_validate(NamedPolicy, {**entry, "policy": policy}, source, f"{path}."))
     return _validate(Policies, {"default": default, "named": named}, source)
 
@@ -105,9 +108,11 @@ class _StrictLoader(yaml.SafeLoader):
 _ModelT = TypeVar("_ModelT", bound=BaseModel)
 
 
-def _validate(model: type[_ModelT], data: Mapping[str, Any], source: str, prefix: str = "") -> _ModelT:
+def _validate(
+    model: type[_ModelT], data: Mapping[str, Any], source: str, prefix: str = "", folder: Path | None = None
+) -> _ModelT:
     try:
-        return model.model_validate(dict(data))
+        return model.model_validate(dict(data), context={"folder": folder})
     except ValidationError as error:
         extra_keys = ("policies",) if model is Policy and not prefix else ()
         raise PolicyError(f"{source}: {problems(model, error, prefix, extra_keys)}") from None

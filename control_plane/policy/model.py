@@ -151,11 +151,19 @@ class Policy(PolicyModel):
         if bounds.outside == "clamp" and bounds.min is None and bounds.max is None:
             raise ValueError("range.outside: 'clamp' needs a bound. Set range.min or range.max.")
         named = [("header", self.header), ("report_header", self.report_header)]
-        for key, name in [*named, *([("tenants.header", self.tenants.header)] if self.tenants else [])]:
+        if self.tenants:
+            named.append(("tenants.header", self.tenants.header))
+        token_header = self.trust.claims.header if self.trust and self.trust.claims else "authorization"
+        if token_header != "authorization":
+            named.append(("trust.claims.header", token_header))
+        for key, name in named:
             if name in RESERVED_HEADERS or (name or "").startswith("x-envoy-"):
                 raise ValueError(
                     f"{key}: {name!r} has a meaning in HTTP or Envoy. Use another name, for example x-priority."
                 )
+        if token_header in (self.header, self.report_header):
+            own = "header" if token_header == self.header else "report_header"
+            raise ValueError(f"trust.claims.header: '{token_header}' is the policy's {own}. Use another name.")
         if self.header == self.report_header:
             raise ValueError(f"report_header: {self.header!r} is the request header. Use another name, or null.")
         self._check_values()

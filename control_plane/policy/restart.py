@@ -15,32 +15,37 @@ class StartedWith:
     ordinary: str = "pass"
     root_path: str | None = None
     max_body_bytes: int | None = _DEFAULT_LIMIT
+    claims: str | None = None
+    """What tokens are verified by: `Claims.verifier`."""
 
     @classmethod
     def of(cls, policy: Policy) -> Self:
         """The parts of a sidecar that starts with this policy."""
-        return cls(policy.ordinary, policy.routes.root_path, policy.limits.max_body_bytes)
+        claims = policy.trust.claims if policy.trust else None
+        verifier = claims.verifier if claims else None
+        return cls(policy.ordinary, policy.routes.root_path, policy.limits.max_body_bytes, verifier)
 
     def told(self) -> dict[str, Any]:
         """What differs from the defaults, as a sidecar tells it in its node.metadata."""
         default = StartedWith()
-        names = ("ordinary", "root_path", "max_body_bytes")
+        names = ("ordinary", "root_path", "max_body_bytes", "claims")
         return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(default, name)}
 
     def lacks(self, policy: Policy) -> tuple[str, ...]:
         """Return the keys of `policy` that need a restart of a sidecar that started with these parts."""
         root_path, limit = policy.routes.root_path, policy.limits.max_body_bytes
-        held = self.max_body_bytes
+        held, claims = self.max_body_bytes, policy.trust.claims if policy.trust else None
         needed = {
             "ordinary": policy.ordinary == "enforce" and self.ordinary != "enforce",
             "routes.root_path": root_path is not None and root_path != self.root_path,
             # The filter enforces a lower limit itself.
             "limits.max_body_bytes": held is not None and (limit is None or limit > held),
+            "trust.claims": claims is not None and claims.verifier != self.claims,
         }
         return tuple(key for key, needs in needed.items() if needs)
 
 
-RESTART_KEYS = ("ordinary", "routes.root_path", "limits.max_body_bytes")
+RESTART_KEYS = ("ordinary", "routes.root_path", "limits.max_body_bytes", "trust.claims")
 """The keys that `StartedWith.lacks` can return."""
 
 

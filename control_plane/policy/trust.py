@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
+from control_plane.policy.claims import Claims, check_claims
 from control_plane.policy.fields import ClassName, HeaderName, Int64, PolicyModel, Range
 
 TenantName = Annotated[str, StringConstraints(pattern=r"^[!-~]([ -~]{0,254}[!-~])?$")]
@@ -28,7 +29,7 @@ def _network(key: str, text: str) -> _IPNetwork:
 
 
 class Trust(PolicyModel):
-    """Who may name a priority: a client that one entry of `peers` or of `identities` matches."""
+    """Who may name a priority: a client that an entry of `peers` or `identities` matches, or `claims`."""
 
     peers: Annotated[tuple[str, ...], Field(strict=False)] = Field(
         default=(), description="Networks of clients, for example 10.0.0.0/8. The connection's own address counts."
@@ -41,6 +42,9 @@ class Trust(PolicyModel):
     identities: Annotated[tuple[Identity, ...], Field(strict=False)] = Field(
         default=(),
         description="Names in the client's verified certificate, URI or DNS. * stands for any text without a slash.",
+    )
+    claims: Claims | None = Field(
+        default=None, description="A token that a trusted client sends, and that Envoy verifies. null: none."
     )
     otherwise: Literal["drop", "reject"] = Field(
         default="drop",
@@ -74,6 +78,8 @@ def check_trust(trust: Trust) -> None:
             for other, outer in enumerate(parsed):
                 if index != other and _lies_within(inner, outer):
                     raise ValueError(f"trust.{key}: {inner} lies within {outer}, so it decides nothing. Remove one.")
+    if trust.claims:
+        check_claims(trust.claims)
     for index, identity in enumerate(trust.identities):
         for other, pattern in enumerate(trust.identities):
             if index != other and re.fullmatch(re.escape(pattern).replace(r"\*", "[^/]+"), identity):

@@ -12,6 +12,7 @@ istio          an EnvoyFilter, or a TrafficExtension for a waypoint
 envoy_gateway  an HTTPRoute and an EnvoyExtensionPolicy
 objects        what Kubernetes objects have in common
 filter         the two Lua filters: their settings, scripts and typed_config
+tokens         how Envoy verifies the tokens of clients
 lua_bundle     joins lua/*.lua and the settings into one script
 placement      where a sidecar stands, and how it is attached to a mesh or gateway
 addresses      how Envoy writes addresses

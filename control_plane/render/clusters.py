@@ -5,6 +5,7 @@ from control_plane.render.addresses import discovery_type, socket_address
 from control_plane.render.filter import poll_token_script
 from control_plane.render.placement import Placement
 from control_plane.render.templates import Resource, render_template
+from control_plane.render.tokens import keys_cluster
 from control_plane.render.tracing import COLLECTOR
 from control_plane.tls import to_server
 
@@ -47,6 +48,8 @@ def clusters(policy: Policy, placement: Placement) -> list[Resource]:
                 address=socket_address(collector),
             )
         )
+    if policy.trust and policy.trust.claims and (keys := keys_cluster(policy.trust.claims)):
+        found.append(keys)
     if placement.health:
         found.append(render_template("admin_cluster", address=socket_address(placement.admin)))
     return found

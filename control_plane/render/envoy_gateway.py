@@ -25,6 +25,11 @@ def envoy_gateway(policy: Policy, placement: Placement) -> list[Resource]:
             "ordinary: 'enforce' needs every route of vLLM, and this target's HTTPRoute has only the edited ones. "
             "Use pass here, and enforce in a sidecar next to vLLM"
         )
+    if policy.trust and policy.trust.claims:
+        raise BadInput(
+            "trust.claims: a SecurityPolicy of Envoy Gateway rejects requests whose token is not valid, and vLLM's own "
+            "API key is not a token. Use claims in a sidecar next to vLLM, or a policy without them"
+        )
     namespace, _, gateway = placement.attachment.gateway.rpartition("/")
     placed = render_template(
         "envoy_gateway",

@@ -6,8 +6,9 @@ from typing import Literal, Self
 
 from control_plane.policy.model import Policy
 from control_plane.policy.trust import Trust, identity_pattern
-from control_plane.render.lua_bundle import Setting, bundle, library, loader
+from control_plane.render.lua_bundle import Setting, bundle, library, loader, parts_of
 from control_plane.render.templates import Resource, render_template
+from control_plane.render.tokens import token_settings
 from control_plane.vllm import Role
 
 FILTER_NAME = "vllm_priority"
@@ -48,7 +49,7 @@ _LUA_VARIABLE = "VLLM_PRIORITY_LUA"
 
 def environment(policy: Policy) -> dict[str, str]:
     """The environment of an Envoy whose scripts share their text."""
-    return {_LUA_VARIABLE: library(with_trust=policy.trust is not None)}
+    return {_LUA_VARIABLE: library(parts_of(_client_settings(policy)))}
 
 
 Place = ManagedEnvoy | Literal["mesh", "waypoint"]
@@ -69,17 +70,24 @@ def filter_settings(policy: Policy, role: Role, place: Place) -> dict[str, Setti
         "routes": policy.kinds(role),
         "body": policy.body,
         "enforces_ordinary": policy.ordinary == "enforce",
+        **_client_settings(policy),
+        "max_body_bytes": _max_body_bytes(policy, place),
+        "deferred": place == "mesh",
+        "buffer_bytes": _WAYPOINT_BUFFER if place == "waypoint" else None,
+        "routes_report": place.report_header if isinstance(place, ManagedEnvoy) and renamed else None,
+        "counts": not isinstance(place, ManagedEnvoy),
+    }
+
+
+def _client_settings(policy: Policy) -> dict[str, Setting]:
+    """The part of the settings that says who a client is."""
+    return {
         "trust": trust_settings(policy.trust) if policy.trust else None,
         "reject_untrusted": policy.trust is not None and policy.trust.otherwise == "reject",
         "tenant_header": policy.tenants.header if policy.tenants else None,
         "tenants": {
             name: _own_settings(policy.of_tenant(name)) for name in (policy.tenants.rules if policy.tenants else ())
         },
-        "max_body_bytes": _max_body_bytes(policy, place),
-        "deferred": place == "mesh",
-        "buffer_bytes": _WAYPOINT_BUFFER if place == "waypoint" else None,
-        "routes_report": place.report_header if isinstance(place, ManagedEnvoy) and renamed else None,
-        "counts": not isinstance(place, ManagedEnvoy),
     }
 
 
@@ -108,6 +116,7 @@ def trust_settings(trust: Trust) -> dict[str, Setting]:
         "peers": tuple(str(ip_network(text)) for text in trust.peers) or None,
         "forwarded_by": tuple(str(ip_network(text)) for text in trust.forwarded_by) or None,
         "identities": tuple(map(identity_pattern, trust.identities)) or None,
+        "claims": token_settings(trust.claims) if trust.claims else None,
     }
 
 

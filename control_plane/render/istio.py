@@ -15,6 +15,7 @@ from control_plane.render.filter import (
 from control_plane.render.objects import ROLE_LABEL, object_metadata, service_reference
 from control_plane.render.placement import Placement
 from control_plane.render.templates import Resource, render_template
+from control_plane.render.tokens import token_filter
 
 _MAX_RETRIED_BYTES = 1048576
 """The longest body that Envoy's router keeps for a retry where no limit is set: its default buffer limit."""
@@ -25,6 +26,12 @@ def istio(policy: Policy, placement: Placement) -> list[Resource]:
 
     No clusters are added to a mesh to count by, so an Envoy before 1.38 has no counters there.
     """
+    claims = policy.trust.claims if policy.trust else None
+    if claims and isinstance(claims.jwks, str):
+        raise BadInput(
+            "trust.claims.jwks: an EnvoyFilter has no cluster for this URI. Use the keys themselves or a file, or a "
+            "sidecar of vllm-priority"
+        )
     return [
         render_template(
             "istio",
@@ -34,6 +41,7 @@ def istio(policy: Policy, placement: Placement) -> list[Resource]:
             deferred_name=DEFERRED_NAME,
             held_bytes=held_bytes(policy),
             max_retried=_MAX_RETRIED_BYTES,
+            token_filter=token_filter(claims) if claims else None,
             typed_config=filter_config(policy, placement.role, "mesh"),
             deferred_config=deferred_config(policy, "mesh"),
         )

@@ -16,6 +16,7 @@ from control_plane.render.loggers import loggers
 from control_plane.render.placement import Placement
 from control_plane.render.routes import FORWARDED_PROTO_NOTE, report_headers, routes
 from control_plane.render.templates import Resource, render_template
+from control_plane.render.tokens import token_filter
 from control_plane.render.tracing import tracing
 from control_plane.tls import from_clients
 
@@ -42,6 +43,7 @@ def listeners(policy: Policy, placement: Placement) -> list[Resource]:
         listen=socket_address(placement.listen),
         loggers=loggers(placement),
         tracing=placement.tracing and tracing(placement.tracing, placement.role),
+        token_filter=token_filter(policy.trust.claims) if policy.trust and policy.trust.claims else None,
         http_filter=http_filter,
         deferred_filter={
             "name": DEFERRED_NAME,

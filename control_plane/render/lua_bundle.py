@@ -23,6 +23,7 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "priority": (),
     "body_rule": ("priority",),
     "trust": (),
+    "claims": (),
     "report": ("settings",),
     "rejection": ("settings", "priority"),
     "response": ("settings", "json_edit", "priority", "body", "report"),
@@ -37,6 +38,7 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
         "response",
         "memory",
         "trust",
+        "claims",
     ),
     "deferred": ("body", "rejection", "report"),
     "on_response": ("response",),
@@ -64,8 +66,8 @@ def bundle(
     parts = [f"local settings = {lua_literal(settings)}\n"]
     for name in _NEEDS:
         if name in needed:
-            if name == "trust" and not settings.get("trust"):
-                parts.append("local trust\n")  # most policies need none
+            if name in _OPTIONAL and name not in parts_of(settings):
+                parts.append(f"local {name}\n")  # most policies need none
                 continue
             parts.append(_call(name, "" if name in entries else f"local {name} = "))
     text = "\n".join(parts)
@@ -75,11 +77,21 @@ def bundle(
 _ENTRIES: Mapping[str, Script] = {"filter": "filter", "deferred": "deferred", "on_response": "deferred"}
 
 
+_OPTIONAL = frozenset({"trust", "claims"})
+
+
+def parts_of(settings: Mapping[str, Setting]) -> frozenset[str]:
+    """Return the optional files that these settings need."""
+    trust = settings.get("trust")
+    claims = isinstance(trust, Mapping) and trust.get("claims")
+    return frozenset(name for name, needed in (("trust", trust), ("claims", claims)) if needed)
+
+
 @cache
-def library(*, with_trust: bool) -> str:
+def library(optional: frozenset[str]) -> str:
     """Return one text for both filters of an Envoy: a function of the settings and of the script's name.
 
-    `with_trust`: whether a policy names whom it trusts.
+    `optional`: the optional files that it has, see `parts_of`.
     """
     parts = ["local settings, script = ...\n"]
     for name in _NEEDS:
@@ -87,8 +99,8 @@ def library(*, with_trust: bool) -> str:
             continue
         if name in _ENTRIES:
             parts.append(f'if script == "{_ENTRIES[name]}" then\n{_call(name)}end\n')
-        elif name == "trust" and not with_trust:
-            parts.append("local trust\n")
+        elif name in _OPTIONAL and name not in optional:
+            parts.append(f"local {name}\n")
         else:
             parts.append(_call(name, f"local {name} = "))
     return _without_comments("\n".join(parts))

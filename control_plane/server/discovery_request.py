@@ -95,6 +95,7 @@ class _StartedWith(_Message):
     root_path: RootPath | None = None
     # Envoy's metadata has doubles, so 99 can arrive as 99.0.
     max_body_bytes: Annotated[int, Field(strict=False, ge=0, le=2**52)] | None = StartedWith().max_body_bytes
+    claims: _Text | None = None
 
 
 class _Metadata(_Message):
@@ -171,6 +172,7 @@ def decode(type_name: str, body: bytes) -> DiscoveryRequest:
         metadata.policy or "",
         metadata.report_header or "",
         metadata.started_with.root_path or "",
+        metadata.started_with.claims or "",
         *(metadata.labels or {}),
         *(metadata.labels or {}).values(),
     )

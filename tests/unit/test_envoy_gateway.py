@@ -25,6 +25,7 @@ POLICIES = {
     "default": "{}",
     "rich": "default: 3\nclasses: {batch: 10}\nrange: {min: -9, max: 10, outside: clamp}\n"
     "limits: {max_body_bytes: 8}\nroutes: {extra: [/example_value]}\n",
+    "clamping": "body: clamp\nrange: {min: 0}\ntenants: {header: x-tenant, rules: {batch: {default: 10}}}\n",
     "quiet": "report_header: null\non_invalid: ignore\non_unmovable: forward\nkeep_header: true\n",
 }
 

@@ -135,9 +135,9 @@ def test_the_same_policy_makes_the_same_script() -> None:
     assert bundle(filter_settings(one, "render", "mesh")) == bundle(filter_settings(other, "render", "mesh"))
 
 
-@pytest.mark.parametrize("with_trust", [False, True])
-def test_the_shared_text_has_no_script_but_those_of_the_two_filters(with_trust: bool) -> None:
+@pytest.mark.parametrize("optional", [frozenset(), frozenset({"trust"}), frozenset({"trust", "claims"})])
+def test_the_shared_text_has_no_script_but_those_of_the_two_filters(optional: frozenset[str]) -> None:
     """The script of the polls defines envoy_on_request, too, and would replace the one that edits requests."""
-    text = library(with_trust=with_trust)
+    text = library(optional)
     assert "token_file" not in text
     assert text.count("function envoy_on_request(") == 2

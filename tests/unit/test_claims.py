@@ -1,0 +1,113 @@
+"""What a policy can say about tokens, and what of it is rejected."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from control_plane.errors import BadInput
+from control_plane.policy.claims import Claims
+from control_plane.policy.load import load_policies, parse_policies
+from control_plane.policy.model import Policy
+from control_plane.policy.restart import StartedWith
+from control_plane.render.placement import Placement
+from control_plane.render.targets import render
+from tests.pem import Authority
+from tests.tokens import ISSUER, Issuer
+
+KEYS = Issuer("ES256").jwks
+KEY = KEYS["keys"][0]
+PRIVATE = {**KEY, "d": "AA"}
+
+
+def policy(**claims: Any) -> Policy:
+    text = json.dumps({"trust": {"claims": {"issuer": ISSUER, "jwks": KEYS, **claims}}})
+    return parse_policies(text).default
+
+
+def claims_of(found: Policy) -> Claims:
+    assert found.trust and found.trust.claims
+    return found.trust.claims
+
+
+@pytest.mark.parametrize(
+    ("claims", "message"),
+    [
+        ({"issuer": ""}, "trust.claims.issuer: '' is not valid."),
+        ({"issuer": None}, "trust.claims.issuer: None is not valid."),
+        ({"jwks": {}}, "trust.claims.jwks: not a set of keys."),
+        ({"jwks": {"keys": []}}, "trust.claims.jwks: not a set of keys."),
+        ({"jwks": [KEY]}, "trust.claims.jwks: not a set of keys."),
+        ({"jwks": {"keys": [{"kty": "oct", "k": "c2VjcmV0"}]}}, "trust.claims.jwks.keys[0]: not a public key."),
+        ({"jwks": {"keys": [KEY, {"kty": ["RSA"]}]}}, "trust.claims.jwks.keys[1]: not a public key."),
+        ({"jwks": {"keys": [PRIVATE]}}, "trust.claims.jwks.keys[0]: a private key."),
+        ({"jwks": {"keys": [{"kty": "RSA", "n": "AQAB"}]}}, "trust.claims.jwks.keys[0]: e is missing."),
+        ({"jwks": "http://issuer.test/keys"}, "trust.claims.jwks: 'http://issuer.test/keys' is not a valid https://"),
+        ({"jwks": "https://"}, "is not a valid https:// URI"),
+        ({"jwks": "https://user@issuer.test/"}, "is not a valid https:// URI"),
+        ({"jwks": "https://issuer.test:99999/"}, "is not a valid https:// URI"),
+        ({"jwks": "https://issuer.test/a b"}, "is not a valid https:// URI"),
+        ({"jwks": "keys.json"}, "trust.claims.jwks: 'keys.json' is a file, which only a policy from a file can name."),
+        ({"jwks_ca": Authority().pem}, "trust.claims.jwks_ca: has no effect without an https:// URI"),
+        ({"jwks": "https://issuer.test/", "jwks_ca": "-----BEGIN X"}, "jwks_ca: not a certificate in PEM format."),
+        ({"require": {"exp": "1"}}, "trust.claims.require.exp: this claim is a number"),
+        (
+            {"require": {"iss": "https://other.test"}},
+            "trust.claims.require.iss: 'https://other.test' is not the issuer",
+        ),
+        ({"require": {"aud": "x"}, "audiences": ["y"]}, "trust.claims.require.aud: 'x' is not one of the audiences"),
+        ({"require": {"scope": "a b"}}, "trust.claims.require.scope: 'a b' has a space"),
+        ({"require": {"scope": 1}}, "trust.claims.require.scope: 1 is not valid."),
+        ({"header": "x-vllm-priority"}, "trust.claims.header: 'x-vllm-priority' is the policy's header."),
+        ({"header": "content-length"}, "trust.claims.header: 'content-length' has a meaning in HTTP or Envoy."),
+        ({"unknown": 1}, "trust.claims.unknown: this key is unknown."),
+    ],
+)
+def test_what_no_token_can_meet_or_no_sidecar_can_use_is_rejected(claims: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput) as raised:
+        policy(**claims)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_file_of_keys_lies_next_to_the_policy(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    path.write_text(json.dumps({"trust": {"claims": {"issuer": ISSUER, "jwks": "keys.json"}}}))
+    with pytest.raises(BadInput, match=r"trust.claims.jwks: 'keys.json' cannot be read: No such file"):
+        load_policies(path)
+    (tmp_path / "keys.json").write_text("{")
+    with pytest.raises(BadInput, match=r"trust.claims.jwks: 'keys.json' is not a file in JSON"):
+        load_policies(path)
+    (tmp_path / "keys.json").write_text(json.dumps(KEYS))
+    assert claims_of(load_policies(path).default).jwks == KEYS
+    (tmp_path / "ca.pem").write_text("# a comment\n" + Authority().pem)
+    claims = {"issuer": ISSUER, "jwks": "https://issuer.test/keys", "jwks_ca": "ca.pem"}
+    path.write_text(json.dumps({"policies": [{"name": "a", "selector": {}, "policy": {"trust": {"claims": claims}}}]}))
+    ca = claims_of(load_policies(path).by_name["a"]).jwks_ca
+    assert ca and ca.startswith("-----BEGIN CERTIFICATE")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"issuer": "https://other.test"}, {"audiences": ["x"]}, {"header": "x-token"}, {"jwks": Issuer("ES256").jwks}],
+)
+def test_a_sidecar_that_verifies_tokens_in_another_way_needs_a_restart(other: dict[str, Any]) -> None:
+    started = StartedWith.of(policy())
+    assert started.lacks(policy(require={"scope": "priority"})) == ()
+    assert started.lacks(policy(**other)) == ("trust.claims",)
+    assert StartedWith().lacks(policy()) == ("trust.claims",)
+    assert started.lacks(Policy()) == ()
+
+
+@pytest.mark.parametrize(
+    ("target", "claims", "reason"),
+    [
+        ("envoy-gateway", {}, "trust.claims: a SecurityPolicy of Envoy Gateway rejects requests"),
+        ("istio-waypoint", {}, "trust: a waypoint does not see the client's connection"),
+        ("istio", {"jwks": "https://issuer.test/keys"}, "trust.claims.jwks: an EnvoyFilter has no cluster"),
+    ],
+)
+def test_a_target_rejects_what_it_cannot_do(target: str, claims: dict[str, Any], reason: str) -> None:
+    with pytest.raises(BadInput, match=f"^{reason}"):
+        render(target, policy(**claims), Placement.default("render", target))
