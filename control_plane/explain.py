@@ -2,7 +2,7 @@
 
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from lupa import luajit21
 from control_plane.errors import InvalidField
 from control_plane.policy.model import Policy
 from control_plane.render.filter import ManagedEnvoy, Place, deferred_script, filter_script
+from control_plane.render.tokens import metadata_key
 from control_plane.report_header import SidecarReport, parse_report
 from control_plane.stream_handle import LOCAL_CLIENT, Client, Metadata, Stream
 from control_plane.vllm import Role
@@ -30,7 +31,7 @@ class Explanation:
     `headers` and `body` are what vLLM receives. `rejection` is the sidecar's own response (status, body) if nothing
     reaches vLLM.
     `trusted_by` is the rule of the policy's `trust` that lets the client set a priority: "nothing" if no rule does,
-    None if the policy has no `trust`.
+    None if the policy has no `trust`. `tenant` is the client's tenant among those of the policy, or None.
     `response` is the body that the client receives on a route whose response is edited, by default of `{"priority":0}`.
     """
 
@@ -41,6 +42,7 @@ class Explanation:
     response: bytes | None
     response_headers: tuple[tuple[str, str], ...]
     trusted_by: str | None
+    tenant: str | None
 
     @property
     def outcome(self) -> str | None:
@@ -95,15 +97,18 @@ def check_request_line(method: str, path: str) -> None:
         raise InvalidField("method", f"{method!r} is not a valid method. Use a token, for example POST.")
 
 
-def client_at(peer: str, identities: Sequence[str]) -> Client:
-    """Return a client with this address and these names in its certificate. InvalidField if it is not an address."""
+def client_at(peer: str, identities: Sequence[str], claims: Mapping[str, str | list[str]] | None = None) -> Client:
+    """Return a client with this address, these names in its certificate, and these claims in its token.
+
+    InvalidField if it is not an address.
+    """
     try:
         address = ipaddress.ip_address(peer)
     except ValueError:
         raise InvalidField(
             "peer", f"{peer!r} is not an IP address. Use one, for example 10.1.2.3 or 2001:db8::1."
         ) from None
-    return Client(f"[{address}]:1" if address.version == 6 else f"{address}:1", tuple(identities))
+    return Client(f"[{address}]:1" if address.version == 6 else f"{address}:1", tuple(identities), claims or {})
 
 
 def with_framing(headers: Headers, body: bytes) -> list[tuple[str, str]]:
@@ -137,6 +142,7 @@ class Filter:
         self._to_table = lua.table_from
         self._collect = functions[b"collectgarbage"]
         self._routes_report = place.report_header if isinstance(place, ManagedEnvoy) else ""
+        self._token_key = metadata_key(policy.trust.claims) if policy.trust and policy.trust.claims else None
         self._on_response: list[Any] = []
 
         def load(script: str) -> Any:
@@ -164,6 +170,13 @@ class Filter:
     ) -> Explanation:
         """Run one request, its body in these chunks, and this response to it (or `response_chunks`, its pieces)."""
         metadata = Metadata(self._to_table)
+        if client.claims and self._token_key:
+            payload = {
+                name.encode(): value.encode() if isinstance(value, str) else self._to_table([v.encode() for v in value])
+                for name, value in client.claims.items()
+            }
+            # Envoy verifies the token before the filter sees it, and the time, too.
+            metadata.tokens = {self._token_key.encode(): self._to_table({b"exp": 2**53, **payload})}
         pseudo = [(b":method", method.encode()), (b":path", path.encode())]
         lines = pseudo + [(name.lower().encode(), value.encode("latin-1")) for name, value in headers]
         request = Stream(lines, chunks, metadata, self._on_deferred is not None, client)
@@ -191,6 +204,7 @@ class Filter:
             response=b"".join(stream.chunks) if b"response" in metadata.values else None,
             response_headers=stream.listed(),
             trusted_by=_text(metadata.values.get(b"trusted_by")),
+            tenant=_text(metadata.values.get(b"tenant")),
         )
 
 

@@ -4,7 +4,7 @@ It has the methods that the scripts use, and they behave as Envoy's do:
 https://www.envoyproxy.io/docs/envoy/latest/configuration/http/http_filters/lua_filter#stream-handle-api
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,10 +115,16 @@ class RouteMetadata:
 
 @dataclass(frozen=True)
 class Client:
-    """Who sends a request: the connection's address with its port, and the names in a verified certificate."""
+    """Who sends a request.
+
+    address: the connection's address with its port.
+    identities: the names in its verified certificate.
+    claims: what its verified token says; empty: it has none. It needs the header of the token, too.
+    """
 
     address: str = "127.0.0.1:1"
     identities: tuple[str, ...] = ()
+    claims: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
 
 
 LOCAL_CLIENT = Client()

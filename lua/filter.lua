@@ -43,6 +43,7 @@ end
 
 local trusted_by = settings.trust and trust.rule(settings.trust)
 local token_rules = settings.trust and settings.trust.claims
+local tenant_of = settings.tenant_identities and trust.tenants(settings.tenant_identities)
 
 -- The header's one value, or nil where its lines differ. Envoy joins lines with commas.
 local function header_value(headers, raw)
@@ -234,23 +235,41 @@ local function unmovable(headers, content_type)
   end
 end
 
+-- The rules of the client's tenant. `payload` is that of its verified token, if any.
+local function rules_of_tenant(handle, headers, payload)
+  local tenant
+  if settings.tenant_header then
+    tenant = headers:get(settings.tenant_header)
+  elseif settings.tenant_claim then
+    tenant = payload and payload[settings.tenant_claim]
+  elseif tenant_of then
+    tenant = tenant_of(handle:streamInfo():downstreamSslConnection())
+  end
+  local rules = tenant and OF_TENANT[tenant]
+  if not rules then
+    return RULES
+  end
+  handle:streamInfo():dynamicMetadata():set(NAMESPACE, "tenant", tenant)
+  return rules
+end
+
 -- Who the client is: whether it may name a priority, and the rules of its tenant. A client that may not name a priority
 -- may not name its tenant either.
 local function client_of(handle, headers)
+  local payload
   if trusted_by then
     local stream = handle:streamInfo()
     local forwarded, connection = headers:get("x-forwarded-for"), stream:downstreamSslConnection()
     local metadata = stream:dynamicMetadata()
     local by = trusted_by(stream:downstreamDirectRemoteAddress(), forwarded, connection)
-    local payload = token_rules and claims.payload(token_rules, headers, metadata)
+    payload = token_rules and claims.payload(token_rules, headers, metadata)
     by = by or (payload and claims.trusted_by(token_rules, payload))
     metadata:set(NAMESPACE, "trusted_by", by or "nothing")
     if not by then
       return RULES, false
     end
   end
-  local tenant = settings.tenant_header and headers:get(settings.tenant_header)
-  return tenant and OF_TENANT[tenant] or RULES, true
+  return rules_of_tenant(handle, headers, payload), true
 end
 
 -- Where vLLM reads the header itself, it is written as a plain integer.

@@ -120,6 +120,36 @@ local function networks(texts)
   end
 end
 
+-- The first pattern that matches a name in the client's verified certificate, as that name and the pattern's index.
+local function matching(connection, patterns)
+  if not connection or not connection:peerCertificateValidated() then
+    return nil
+  end
+  local lists = { connection:uriSanPeerCertificate(), connection:dnsSansPeerCertificate() }
+  for index, pattern in ipairs(patterns) do
+    for _, names in ipairs(lists) do
+      for _, name in ipairs(names) do
+        if find(name, pattern) then
+          return name, index
+        end
+      end
+    end
+  end
+end
+
+-- Returns a function that gives the tenant of a connection, or nil. `rules` holds the tenants' names and the patterns
+-- of their identities, in the order in which they count.
+function trust.tenants(rules)
+  local patterns = {}
+  for index, rule in ipairs(rules) do
+    patterns[index] = rule.pattern
+  end
+  return function(connection)
+    local _, index = matching(connection, patterns)
+    return index and rules[index].name
+  end
+end
+
 -- Returns a function that says by which rule a client may name a priority: the key and the entry, or nil.
 --
 --   peers         networks of client addresses
@@ -149,27 +179,12 @@ function trust.rule(rules)
     return address
   end
 
-  local function identity_of(connection)
-    if not rules.identities or not connection or not connection:peerCertificateValidated() then
-      return nil
-    end
-    for _, names in ipairs({ connection:uriSanPeerCertificate(), connection:dnsSansPeerCertificate() }) do
-      for _, name in ipairs(names) do
-        for _, identity in ipairs(rules.identities) do
-          if find(name, identity) then
-            return name
-          end
-        end
-      end
-    end
-  end
-
   return function(direct, forwarded, connection)
     local entry = rules.peers and peer_of(client(direct, forwarded))
     if entry then
       return "trust.peers " .. entry
     end
-    local name = identity_of(connection)
+    local name = rules.identities and matching(connection, rules.identities)
     return name and "trust.identities " .. name
   end
 end

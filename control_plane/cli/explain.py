@@ -59,6 +59,13 @@ from control_plane.vllm import ROLES, Role
     help="URI or DNS name in the client's certificate, for a policy with trust. Repeatable.",
 )
 @option(
+    "--claim",
+    "claims",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="Claim in the client's valid token, for a policy with trust.claims. Repeatable; the same name makes a list.",
+)
+@option(
     "--role",
     type=click.Choice(ROLES),
     default="engine",
@@ -75,6 +82,7 @@ def explain_command(
     method: str,
     peer: str,
     identity: tuple[str, ...],
+    claims: tuple[str, ...],
     role: Role,
     policy: str | None,
     policy_name: str | None,
@@ -85,7 +93,10 @@ def explain_command(
     body = _body(data)
     lines = with_framing([_header(line) for line in headers], body)
     chosen = read_policy(policy, policy_name)
-    sender = client_at(peer, identity)
+    sender = client_at(peer, identity, _claims(claims, chosen))
+    trusted = chosen.trust and chosen.trust.claims
+    if sender.claims and trusted and trusted.header not in {name.lower() for name, _ in lines}:
+        lines.append((trusted.header, f"{'Bearer ' if trusted.header == 'authorization' else ''}a.valid.token"))
     found = explain(chosen, role, path, lines, in_chunks(body), method=method.upper(), client=sender)
     if as_json:
         click.echo(json.dumps(_explained(found)))
@@ -98,6 +109,18 @@ def _header(line: str) -> tuple[str, str]:
     if parsed is None:
         raise BadInput(f"-H: {line!r} is not a valid header. Use NAME: VALUE, for example 'X-Vllm-Priority: -10'.")
     return parsed
+
+
+def _claims(texts: tuple[str, ...], policy: Policy) -> dict[str, str | list[str]]:
+    if texts and not (policy.trust and policy.trust.claims):
+        raise BadInput("--claim: not used, since the policy has no trust.claims. Set --policy to one that has.")
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise BadInput(f"--claim: {text!r} is not a valid claim. Use NAME=VALUE, for example scope=priority.")
+        found.setdefault(name, []).append(value)
+    return {name: values[0] if len(values) == 1 else values for name, values in found.items()}
 
 
 def _body(data: str) -> bytes:
@@ -121,6 +144,7 @@ def _explained(found: Explanation) -> dict[str, Any]:
         "source": found.source,
         "report": found.report,
         "trusted_by": found.trusted_by,
+        "tenant": found.tenant,
         "reaches_vllm": found.rejection is None,
         "headers": list(found.headers),
         "body": found.body.decode("utf-8", "backslashreplace"),
@@ -142,6 +166,8 @@ def _print_explanation(found: Explanation, policy: Policy) -> None:
         click.echo(f"response header: {policy.report_header}: {found.report}")
     if found.trusted_by is not None:
         click.echo(f"trusted by: {found.trusted_by}")
+    if found.tenant is not None:
+        click.echo(f"tenant: {found.tenant}")
     if found.rejection is not None:
         click.echo(
             f"response of the sidecar: {found.rejection[0]} {found.rejection[1].decode('utf-8', 'backslashreplace')}"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, StringConstraints, model_validator
 
 from control_plane.policy.fields import ClassName, HeaderName, Int64, PolicyModel, PolicyName, Range, RoutePath
-from control_plane.policy.trust import Tenant, Tenants, Trust, check_trust
+from control_plane.policy.trust import Tenant, Tenants, Trust, check_tenants, check_trust
 from control_plane.vllm import (
     BODY_ROUTES,
     ENGINE_ROUTES,
@@ -151,7 +151,7 @@ class Policy(PolicyModel):
         if bounds.outside == "clamp" and bounds.min is None and bounds.max is None:
             raise ValueError("range.outside: 'clamp' needs a bound. Set range.min or range.max.")
         named = [("header", self.header), ("report_header", self.report_header)]
-        if self.tenants:
+        if self.tenants and self.tenants.header is not None:
             named.append(("tenants.header", self.tenants.header))
         token_header = self.trust.claims.header if self.trust and self.trust.claims else "authorization"
         if token_header != "authorization":
@@ -259,8 +259,9 @@ class Policy(PolicyModel):
         if trust:
             check_trust(trust)
         if tenants:
+            check_tenants(tenants, trust)
             for key, name in (("header", self.header), ("report_header", self.report_header)):
-                if tenants.header == name:
+                if name is not None and tenants.header == name:
                     raise ValueError(f"tenants.header: '{name}' is the policy's {key}. Use another name.")
             for name in tenants.rules:
                 try:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from control_plane.policy.claims import Claims, check_claims
+from control_plane.policy.claims import SPACE_SEPARATED, ClaimName, Claims, check_claims
 from control_plane.policy.fields import ClassName, HeaderName, Int64, PolicyModel, Range
 
 TenantName = Annotated[str, StringConstraints(pattern=r"^[!-~]([ -~]{0,254}[!-~])?$")]
@@ -62,9 +62,17 @@ class Tenant(PolicyModel):
 
 
 class Tenants(PolicyModel):
-    """Range, classes and default by tenant. A tenant is named by a header, which only a trusted client may send."""
+    """Range, classes and default by tenant. One of `header`, `claim` and `identity` says who names the tenant."""
 
-    header: HeaderName = Field(description="The request header that names the tenant.")
+    header: HeaderName | None = Field(default=None, description="The request header that names the tenant.")
+    claim: ClaimName | None = Field(
+        default=None, description="The claim that names the tenant, in a token that `trust.claims` verifies."
+    )
+    identity: bool = Field(
+        default=False,
+        description="Whether the names of `rules` are names in the client's verified certificate, URI or DNS. * stands "
+        "for any text without a slash, and the first rule that matches counts.",
+    )
     rules: Mapping[TenantName, Tenant] = Field(min_length=1, description="The tenants by name. Any other name is none.")
 
 
@@ -82,8 +90,42 @@ def check_trust(trust: Trust) -> None:
         check_claims(trust.claims)
     for index, identity in enumerate(trust.identities):
         for other, pattern in enumerate(trust.identities):
-            if index != other and re.fullmatch(re.escape(pattern).replace(r"\*", "[^/]+"), identity):
+            if index != other and _covers(pattern, identity):
                 raise ValueError(f"trust.identities: '{pattern}' matches '{identity}', too. Remove one.")
+
+
+def _covers(pattern: str, identity: str) -> bool:
+    """Whether `pattern` matches all that `identity`, another pattern, matches."""
+    return re.fullmatch(re.escape(pattern).replace(r"\*", "[^/]+"), identity) is not None
+
+
+def check_tenants(tenants: Tenants, trust: Trust | None) -> None:
+    """Reject tenants that no request can have. The message of the ValueError starts with the key's path."""
+    ways = [tenants.header is not None, tenants.claim is not None, tenants.identity]
+    if sum(ways) != 1:
+        raise ValueError("tenants: exactly one of header, claim and identity names the tenant. Set one of them.")
+    claims = trust.claims if trust else None
+    if tenants.claim is not None:
+        if claims is None:
+            raise ValueError("tenants.claim: needs trust.claims, which verifies the token. Set it.")
+        only = claims.require.get(tenants.claim)
+        others = [name for name in tenants.rules if name != only]
+        # A client that is trusted for another reason can have a token with another value.
+        if only is not None and others and tenants.claim not in SPACE_SEPARATED and trust and _by_token_only(trust):
+            raise ValueError(f"tenants.rules.{others[0]}: trust.claims.require accepts only '{only}'. Remove one.")
+    if tenants.identity:
+        patterns = list(tenants.rules)
+        for index, identity in enumerate(patterns):
+            for pattern in patterns[:index]:
+                if _covers(pattern, identity):
+                    raise ValueError(
+                        f"tenants.rules.{identity}: '{pattern}' comes first and matches, too, so this rule never "
+                        "counts. Put it first, or remove it."
+                    )
+
+
+def _by_token_only(trust: Trust) -> bool:
+    return not trust.peers and not trust.identities
 
 
 def _lies_within(inner: _IPNetwork, outer: _IPNetwork) -> bool:

@@ -81,13 +81,16 @@ def filter_settings(policy: Policy, role: Role, place: Place) -> dict[str, Setti
 
 def _client_settings(policy: Policy) -> dict[str, Setting]:
     """The part of the settings that says who a client is."""
+    tenants = policy.tenants
     return {
         "trust": trust_settings(policy.trust) if policy.trust else None,
         "reject_untrusted": policy.trust is not None and policy.trust.otherwise == "reject",
-        "tenant_header": policy.tenants.header if policy.tenants else None,
-        "tenants": {
-            name: _own_settings(policy.of_tenant(name)) for name in (policy.tenants.rules if policy.tenants else ())
-        },
+        "tenant_header": tenants.header if tenants else None,
+        "tenant_claim": tenants.claim if tenants else None,
+        "tenant_identities": tuple({"name": name, "pattern": identity_pattern(name)} for name in tenants.rules)
+        if tenants and tenants.identity
+        else None,
+        "tenants": {name: _own_settings(policy.of_tenant(name)) for name in (tenants.rules if tenants else ())},
     }
 
 

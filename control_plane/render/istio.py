@@ -66,6 +66,11 @@ def istio_waypoint(policy: Policy, placement: Placement) -> list[Resource]:
             "trust: a waypoint does not see the client's connection, so it cannot decide whom to trust. Use the target "
             "istio on the pods, or a policy without trust"
         )
+    if policy.tenants and policy.tenants.identity:
+        raise BadInput(
+            "tenants.identity: a waypoint does not see the client's certificate. Use the target istio on the pods, or "
+            "a header that names the tenant"
+        )
     script = filter_script(policy, placement.role, "waypoint")
     if len(script.encode()) > MAX_WAYPOINT_SCRIPT_BYTES:
         raise BadInput(

@@ -84,7 +84,8 @@ def parts_of(settings: Mapping[str, Setting]) -> frozenset[str]:
     """Return the optional files that these settings need."""
     trust = settings.get("trust")
     claims = isinstance(trust, Mapping) and trust.get("claims")
-    return frozenset(name for name, needed in (("trust", trust), ("claims", claims)) if needed)
+    needed = {"trust": trust or settings.get("tenant_identities"), "claims": claims}
+    return frozenset(name for name in needed if needed[name])
 
 
 @cache

@@ -1,6 +1,7 @@
 """Clients that are trusted by a token, on real Envoy."""
 
 import base64
+import contextlib
 import hashlib
 import hmac
 import json
@@ -12,13 +13,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from control_plane.address import Address
+from control_plane.proxy import Sidecar
+from control_plane.render.bootstrap import bootstrap
+from control_plane.render.placement import Placement
 from tests.pem import Authority
 from tests.tokens import ISSUER, Issuer
 
 from .conftest import RENDER, SidecarFactory, run_sidecars
 from .meshes import IstioSidecar
+from .sidecars import load
+from .test_control_plane import POLL_SECONDS, ControlPlane, free_port, until
+from .test_tls import Run, trusting
 from .upstream import RecordingUpstream
 from .wire import TRANSPORTS, Answer, Header, call, priority
 
@@ -253,3 +262,114 @@ def test_without_keys_no_token_is_trusted_and_requests_pass(
     finally:
         if fault != "down":
             keys.stop()
+
+
+TENANTS = {"batch": {"range": {"min": 50}, "default": 80}, "interactive": {"default": 1}}
+
+
+def by_claim() -> str:
+    rules = json.loads(policy(require={}))
+    return json.dumps({**rules, "default": 9, "tenants": {"claim": "team", "rules": TENANTS}})
+
+
+# the claim, and the header of the request -> the report
+TEAMS: list[tuple[Any, list[Header], str]] = [
+    ("batch", [], "80; source=default; outcome=inserted"),
+    ("batch", [priority("5")], "none; outcome=out_of_range"),
+    ("interactive", [], "1; source=default; outcome=inserted"),
+    ("interactive", [priority("5")], "5; source=header; outcome=inserted"),
+    ("other", [], "9; source=default; outcome=inserted"),
+    (None, [], "9; source=default; outcome=inserted"),
+    (["batch"], [], "9; source=default; outcome=inserted"),
+    ({"batch": "batch"}, [], "9; source=default; outcome=inserted"),
+    (5, [], "9; source=default; outcome=inserted"),
+]
+
+
+@pytest.mark.parametrize(("team", "headers", "report"), TEAMS)
+@pytest.mark.parametrize("place", ["sidecar", "istio"])
+def test_a_claim_names_the_tenant(
+    sidecar: SidecarFactory,
+    istio: SidecarFactory,
+    upstream: RecordingUpstream,
+    place: str,
+    team: Any,
+    headers: list[Header],
+    report: str,
+) -> None:
+    front = {"sidecar": sidecar, "istio": istio}[place](policy=by_claim())
+    answer = call(front.address, RENDER, b"{}", bearer(SIGNER.token(team=team)), *headers)
+    assert answer.applied == report
+    forged = changed(SIGNER.token(team="x"), team=team)
+    if not headers and report != "9; source=default; outcome=inserted":
+        assert call(front.address, RENDER, b"{}", bearer(forged)).applied == (
+            "9; source=default; outcome=inserted; untrusted"
+        )
+
+
+def test_a_certificate_names_the_tenant(envoy: Path, tmp_path: Path, upstream: RecordingUpstream) -> None:
+    authority, clients = Authority(), Authority("clients")
+    cert, key = authority.write(tmp_path, "127.0.0.1")
+    ca = clients.write_ca(tmp_path / "clients.crt")
+    rules = tmp_path / "policy.yaml"
+    rules.write_text(
+        "{default: 9, tenants: {identity: true, rules: {'spiffe://test/ns/batch/sa/one': {default: 70}, "
+        "'spiffe://test/ns/batch/sa/*': {default: 80}, edge.test: {default: 1}}}}"
+    )
+    options = (
+        "--envoy", str(envoy), "--tls-cert", str(cert), "--tls-key", str(key), "--client-ca", str(ca),
+        "--policy", str(rules),
+    )  # fmt: skip
+    with Run(str(upstream.address), *options, scheme="https") as run:
+        for names, expected in (
+            (["spiffe://test/ns/batch/sa/two"], 80),
+            (["spiffe://test/ns/batch/sa/one"], 70),
+            (["spiffe://test/ns/batch/sa/two", "edge.test"], 80),
+            (["edge.test"], 1),
+            (["spiffe://test/ns/batch/sa/"], 9),
+            (["spiffe://test/ns/other/sa/two"], 9),
+        ):
+            pair = clients.write(tmp_path / f"client-{expected}-{len(names)}-{len(names[0])}", *names)
+            with httpx.Client(verify=trusting(authority, pair), trust_env=False, timeout=30) as client:
+                reply = client.post(f"https://{run.listen}{RENDER}", json={})
+            assert reply.headers["x-vllm-priority-applied"].startswith(f"{expected}; "), names
+
+
+def test_a_sidecar_whose_own_policy_verifies_other_tokens_trusts_none(
+    envoy: Path, upstream: RecordingUpstream, tmp_path: Path
+) -> None:
+    """It polls a policy with claims. Its Envoy cannot be sent what verifies them."""
+    path = tmp_path / "policy.yaml"
+    path.write_text(policy())
+    others = {
+        "none": "default: 0",
+        "another issuer": policy(issuer="https://other.test"),
+        "other keys": policy(OTHER.keys),
+        "no audience": policy(audiences=[]),
+        "other claims": policy(require={"scope": "read"}),
+    }
+    with ControlPlane(path) as plane, contextlib.ExitStack() as stack:
+        fronts = {}
+        for node, text in others.items():
+            listen, admin = Address("127.0.0.1", free_port()), Address("127.0.0.1", free_port())
+            placement = Placement(
+                "render", listen, upstream.address, admin, control_plane=plane.address, node_id=node,
+                access_log="/dev/null", refresh_seconds=POLL_SECONDS,
+            )  # fmt: skip
+            stack.enter_context(Sidecar(bootstrap(load(text), placement), envoy))
+            fronts[node] = listen
+
+        def listed() -> dict[str, dict[str, Any]]:
+            return {row["node_id"]: row for row in plane.get("/api/sidecars").json()["sidecars"]}
+
+        until(lambda: [row["status"] for row in listed().values()] == ["SYNCED"] * len(others), "the policy")
+        tokens = {
+            "another issuer": Issuer(name="https://other.test").token(), "other keys": OTHER.token(),
+            "no audience": SIGNER.token(aud="other"),
+        }  # fmt: skip
+        for node, listen in fronts.items():
+            restart = [] if node == "other claims" else ["trust.claims"]
+            assert listed()[node]["restart_for"] == restart, node
+            for token in (GOOD, tokens.get(node, GOOD)):
+                answer = call(listen, RENDER, b"{}", priority("5"), bearer(token))
+                assert answer.applied == (TRUSTED if not restart else UNTRUSTED), node

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from control_plane.cli import main
 from control_plane.errors import BadInput
 from control_plane.policy.claims import Claims
 from control_plane.policy.load import load_policies, parse_policies
@@ -111,3 +112,92 @@ def test_a_sidecar_that_verifies_tokens_in_another_way_needs_a_restart(other: di
 def test_a_target_rejects_what_it_cannot_do(target: str, claims: dict[str, Any], reason: str) -> None:
     with pytest.raises(BadInput, match=f"^{reason}"):
         render(target, policy(**claims), Placement.default("render", target))
+
+
+@pytest.mark.parametrize(
+    ("tenants", "message"),
+    [
+        ("{rules: {a: {}}}", "tenants: exactly one of header, claim and identity names the tenant."),
+        ("{header: x-a, identity: true, rules: {a: {}}}", "tenants: exactly one of header, claim and identity"),
+        ("{header: x-a, claim: team, rules: {a: {}}}", "tenants: exactly one of header, claim and identity"),
+        ("{claim: team, rules: {a: {}}}", "tenants.claim: needs trust.claims"),
+        ("{identity: true, rules: {'a*': {}, ab: {}}}", "tenants.rules.ab: 'a*' comes first and matches, too"),
+    ],
+)
+def test_tenants_that_no_request_can_have_are_rejected(tenants: str, message: str) -> None:
+    with pytest.raises(BadInput) as raised:
+        parse_policies(f"tenants: {tenants}")
+    assert message in str(raised.value)
+
+
+def test_a_tenant_that_the_required_claims_exclude_is_rejected() -> None:
+    trust: dict[str, Any] = {"claims": {"issuer": ISSUER, "jwks": KEYS, "require": {"team": "a"}}}
+    document = {"trust": trust, "tenants": {"claim": "team", "rules": {"a": {}, "b": {}}}}
+    with pytest.raises(BadInput, match=r"tenants.rules.b: trust.claims.require accepts only 'a'. Remove one."):
+        parse_policies(json.dumps(document))
+    trust["peers"] = ["10.0.0.0/8"]
+    parse_policies(json.dumps(document))
+
+
+def test_the_more_exact_identity_may_come_first() -> None:
+    parse_policies("tenants: {identity: true, rules: {ab: {}, 'a*': {}}}")
+
+
+def test_a_waypoint_has_no_identities() -> None:
+    policy = parse_policies("tenants: {identity: true, rules: {a: {}}}").default
+    with pytest.raises(BadInput, match=r"^tenants.identity: a waypoint does not see the client's certificate"):
+        render("istio-waypoint", policy, Placement.default("render", "istio-waypoint"))
+
+
+def explained(tmp_path: Path, capsys: pytest.CaptureFixture[str], *arguments: str, **rules: Any) -> str:
+    path = tmp_path / "policy.yaml"
+    claims = {"issuer": ISSUER, "jwks": KEYS, **rules.pop("claims", {})}
+    path.write_text(json.dumps({"trust": {"claims": claims}, **rules}))
+    with pytest.raises(SystemExit) as ended:
+        main(["explain", "--path", "/v1/chat/completions/render", "--policy", str(path), *arguments])
+    assert not ended.value.code, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "by"),
+    [
+        ((), "nothing"),
+        (("--claim", "scope=read"), "nothing"),
+        (("--claim", "scope=read priority"), "trust.claims scope=priority"),
+        (("--claim", "scope=read", "--claim", "scope=priority"), "trust.claims scope=priority"),
+        (("--claim", "scope=priority", "-H", "Authorization: Bearer sk-key"), "nothing"),
+    ],
+)
+def test_explain_says_which_claims_decide(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], by: str
+) -> None:
+    arguments = (*arguments, "-H", "X-Vllm-Priority: 5")
+    text = explained(tmp_path, capsys, *arguments, claims={"require": {"scope": "priority"}})
+    assert f"trusted by: {by}\n" in text
+    assert ("outcome: inserted" in text) == (by != "nothing")
+
+
+def test_explain_names_the_tenant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tenants = {"claim": "team", "rules": {"batch": {"default": 80}}}
+    text = explained(tmp_path, capsys, "--claim", "team=batch", tenants=tenants)
+    assert "trusted by: trust.claims\ntenant: batch\n" in text
+    assert "80; source=default" in text
+    found = json.loads(explained(tmp_path, capsys, "--claim", "team=x", "--json", tenants=tenants))
+    assert (found["trusted_by"], found["tenant"]) == ("trust.claims", None)
+
+
+@pytest.mark.parametrize(
+    ("claim", "message"), [("scope", "--claim: 'scope' is not a valid claim."), ("=x", "--claim: '=x' is not a valid")]
+)
+def test_explain_rejects_what_is_not_a_claim(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], claim: str, message: str
+) -> None:
+    with pytest.raises(AssertionError, match=message):
+        explained(tmp_path, capsys, "--claim", claim)
+
+
+def test_explain_rejects_a_claim_that_no_policy_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", "--path", "/x", "--claim", "scope=priority"])
+    assert "--claim: not used, since the policy has no trust.claims." in capsys.readouterr().err
