@@ -42,8 +42,8 @@ $(STAMP): requirements-dev.lock pyproject.toml
 $(TOOLS)/helm: $(STAMP) tools/fetch_tools.py
 	@$(BIN)/python tools/fetch_tools.py
 
-demo: setup ## Show the fault and its cure on this machine, as a table
-	@$(BIN)/vllm-priority demo
+demo: setup ## Show the fault and its cure on this machine, as a table and a picture
+	@$(BIN)/vllm-priority demo --picture build/latency.svg
 
 test: setup $(TOOLS)/helm ## Run the unit tests and the integration tests on real Envoy, helm and kubectl's schemas
 	$(BIN)/python -m pytest

@@ -1,6 +1,7 @@
 """The demo shows the fault and its cure side by side, on one machine and without a GPU.
 
-It starts two simulated vLLM servers. The doctor examines them directly, and then through two sidecars.
+It starts two simulated vLLM servers. The doctor examines them directly, and then through two sidecars. Then interactive
+requests are sent beside a batch, on both ways.
 """
 
 import asyncio
@@ -20,6 +21,9 @@ from rich.text import Text
 from control_plane.address import Address
 from control_plane.doctor import STYLES, DoctorSettings, Report, Row, examine
 from control_plane.doctor.report import SERVER_NAMES
+from control_plane.errors import InvalidField
+from control_plane.latency import Latency, Load, measure, sentence
+from control_plane.latency_picture import picture
 from control_plane.policy.model import Policy
 from control_plane.proxy import Sidecar, envoy_version
 from control_plane.render.bootstrap import bootstrap
@@ -33,23 +37,34 @@ _HOST = "127.0.0.1"
 _SAME_EITHER_WAY = frozenset({"reachable", "version", "model", "scale-out", "scheduling policy"})
 
 
-def run_demo(envoy: Path, *, as_json: bool = False, console: Console | None = None) -> int:
+def run_demo(
+    envoy: Path,
+    *,
+    as_json: bool = False,
+    console: Console | None = None,
+    picture_file: Path | None = None,
+    load: Load | None = None,
+) -> int:
     """Run the demo. Print the result on `console` and the progress on standard error.
 
     Args:
         envoy: The Envoy to run as a sidecar.
-        as_json: Print {exit_status, conclusion, straight, through_sidecar} on standard output instead of the table.
-            The last two are the doctor's reports.
+        as_json: Print {exit_status, conclusion, straight, through_sidecar, latency} on standard output instead of the
+            table. `straight` and `through_sidecar` are the doctor's reports.
         console: Where to print the table; None is standard output.
+        picture_file: Where to write a picture of the latencies, as an SVG. None: nowhere.
+        load: What is sent to measure latencies. None: the default.
 
     Returns:
         The exit status: 0 if the servers lose a priority and the sidecars cure it, else 1.
 
     Raises:
         BadInput: `envoy` is not an Envoy.
+        InvalidField: the picture cannot be written.
         EnvoyError: Envoy does not start.
     """
     version = envoy_version(envoy)
+    load = load or Load()
     say = _progress()
     with ExitStack() as parts:
         say("Starting two simulated vLLM servers: a render server, and an engine with one slot.")
@@ -68,14 +83,25 @@ def run_demo(envoy: Path, *, as_json: bool = False, console: Console | None = No
         fault = _examine(servers)
         say("Examining them through the sidecars, which shows the cure.")
         cure = _examine(sidecars)
-    text, status = conclusion(fault, cure)
+        load_text = f"{load.batch_clients} batch clients and an interactive request every {load.interval_seconds:g} s"
+        say(f"Sending {load_text} straight to the engine, for {load.seconds:g} s.")
+        straight = asyncio.run(measure(servers["engine"], load))
+        say("Sending the same through the sidecar.")
+        through = asyncio.run(measure(sidecars["engine"], load))
+    text, status = conclusion(fault, cure, sentence(load, straight, through), faster=through.median < straight.median)
+    if picture_file:
+        _write(picture_file, picture(load, straight, through))
+        say(f"Wrote a picture of the latencies to {picture_file}.")
     say("Done.")
     if as_json:
         halves = {"straight": fault.to_json(), "through_sidecar": cure.to_json()}
-        print(json.dumps({"exit_status": status, "conclusion": text, **halves}))
+        latency = {"straight": straight.to_json(), "through_sidecar": through.to_json()}
+        print(json.dumps({"exit_status": status, "conclusion": text, **halves, "latency": latency}))
         return status
     shown = console or Console()
-    shown.print(side_by_side(fault, cure))
+    table = side_by_side(fault, cure)
+    add_latency(table, straight, through)
+    shown.print(table)
     shown.print(Text(text), soft_wrap=True)
     return status
 
@@ -136,14 +162,37 @@ def side_by_side(fault: Report, cure: Report) -> Table:
     return table
 
 
+def add_latency(table: Table, straight: Latency, through: Latency) -> None:
+    """Add the rows about interactive requests beside a batch to the table."""
+    table.add_row(Text("interactive beside a batch", "bold"), "", "")
+    table.add_row("median time", f"{straight.median:.2f} s", f"{through.median:.2f} s")
+    table.add_row("longest time", f"{straight.slowest:.2f} s", f"{through.slowest:.2f} s")
+    table.add_row("batch requests served", str(straight.batch_served), str(through.batch_served))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InvalidField("picture", f"{path}: cannot be written: {error.strerror}.") from None
+
+
 def _cell(row: Row | None) -> Text:
     if row is None:
         return Text("-")
     return Text.assemble((row.verdict, STYLES[row.verdict]), f": {row.brief or row.seen}")
 
 
-def conclusion(fault: Report, cure: Report) -> tuple[str, int]:
-    """Return what the demo shows and what to do next, and the exit status, which is 1 if it shows no cure."""
+def conclusion(fault: Report, cure: Report, latency: str, *, faster: bool) -> tuple[str, int]:
+    """Return what the demo shows and what to do next, and the exit status, which is 1 if it shows no cure.
+
+    Args:
+        fault: What the doctor found straight at the servers.
+        cure: What it found through the sidecars.
+        latency: What was measured, as a sentence.
+        faster: Whether interactive requests were faster through the sidecar.
+    """
     lost = [row for row in fault.rows if row.verdict == "lost"]
     if not lost:
         return f"The demo shows no fault, so it proves nothing. Without the sidecar: {fault.summary}", 1
@@ -151,8 +200,11 @@ def conclusion(fault: Report, cure: Report) -> tuple[str, int]:
     missed = [row.check for row in lost if (row.server, row.check) not in decided]
     if missed or cure.exit_status:
         return f"The sidecars do not cure it: {', '.join(missed) or cure.summary}", 1
+    if not faster:
+        return f"The sidecar makes interactive requests no faster. {latency}", 1
     return (
         f"Straight at vLLM, the header is lost in {len(lost)} checks; through the sidecar, it is lost in none.\n"
+        f"{latency}\n"
         "Examine your own servers:\n"
         "  vllm-priority doctor --render URL --engine URL\n"
         "Then put a sidecar in front of each:\n"

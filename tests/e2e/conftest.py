@@ -16,6 +16,7 @@ from control_plane.render.bootstrap import bootstrap
 from control_plane.render.placement import Placement
 from control_plane.vllm import Role
 from tests.e2e import setup_vllm
+from tests.e2e.queue_order import GENERATE
 from tests.e2e.vllm_server import VllmServer, engine_arguments, render_arguments, running
 
 SERVERS = pytest.StashKey[list[VllmServer]]()
@@ -67,6 +68,10 @@ def start_vllm(
 def servers(start_vllm: VllmFactory) -> Iterator[dict[Role, str]]:
     """URLs of a render server and an engine, up for the whole run."""
     with running(start_vllm.render(), start_vllm.engine()) as (render, engine):
+        # vLLM 0.32 asks the kernel for AMX only with a prompt of some length. On a processor that has it, a short
+        # first prompt ends the engine with SIGILL.
+        request = {"token_ids": [5] * 512, "sampling_params": {"max_tokens": 1}}
+        httpx.post(engine.url + GENERATE, json=request, timeout=120, trust_env=False).raise_for_status()
         yield {"render": render.url, "engine": engine.url}
 
 

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
@@ -12,12 +13,15 @@ from rich.console import Console
 from control_plane.address import Address
 from control_plane.demo import run_demo
 from control_plane.doctor import DoctorSettings, Report, Row, examine
+from control_plane.errors import BadInput
+from control_plane.latency import Load, measure
 from control_plane.simulator import SimulatorSettings, run
 from control_plane.vllm import GENERATE_ROUTE, RENDER_ROUTES
 
 from .conftest import SidecarFactory
 
 CHAT = RENDER_ROUTES[0]
+LOAD = Load(seconds=2)
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +43,10 @@ def row(report: Report, check: str) -> Row:
     return found
 
 
-def test_the_demo_shows_the_fault_and_its_cure(envoy: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_shows_the_fault_and_its_cure(envoy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(width=80)
     with console.capture() as printed:
-        assert run_demo(envoy, console=console) == 0
+        assert run_demo(envoy, console=console, load=LOAD, picture_file=tmp_path / "new" / "latency.svg") == 0
     text = printed.get()
     assert "through the sidecar, it is lost in none" in text
     table = {line.split()[1]: line for line in text.splitlines() if line.startswith("│ /")}
@@ -55,11 +59,30 @@ def test_the_demo_shows_the_fault_and_its_cure(envoy: Path, capsys: pytest.Captu
     progress = capsys.readouterr().err.splitlines()
     assert [line for line in progress if "the fault" in line or "the cure" in line]
     assert all(line.startswith("demo ") for line in progress)
+    root = ElementTree.parse(tmp_path / "new" / "latency.svg").getroot()
+    dots = [dot.get("class") for dot in root.iter("{http://www.w3.org/2000/svg}circle")]
+    assert dots.count("straight") >= 4 <= dots.count("through")
+    assert "median time" in text
+
+
+def test_straight_at_the_engine_an_interactive_request_waits_for_the_whole_queue() -> None:
+    with run(SimulatorSettings()) as engine:
+        straight = asyncio.run(measure(engine, LOAD))
+    assert straight.median > 4 * LOAD.batch_tokens / SimulatorSettings.tokens_per_second
+    assert straight.batch_served > 0
+
+
+def test_a_picture_that_cannot_be_written_is_one_error(envoy: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(BadInput, match=r"picture: .*/file/x\.svg: cannot be written: "):
+        run_demo(envoy, load=LOAD, picture_file=tmp_path / "file" / "x.svg")
 
 
 def test_the_demo_prints_the_same_as_json(envoy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_demo(envoy, as_json=True) == 0
+    assert run_demo(envoy, as_json=True, load=LOAD) == 0
     shown = json.loads(capsys.readouterr().out)
+    medians = [shown["latency"][half]["interactive_median_seconds"] for half in ("straight", "through_sidecar")]
+    assert medians[0] > medians[1]
     assert [shown[half]["exit_status"] for half in ("straight", "through_sidecar")] == [1, 0]
     assert shown["exit_status"] == 0
 

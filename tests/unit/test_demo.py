@@ -31,8 +31,13 @@ def report(**verdicts: Verdict) -> Report:
 def test_the_demo_succeeds_only_if_the_sidecars_cure_every_loss(
     fault: Report, cure: Report, status: int, said: str
 ) -> None:
-    sentence, result = demo.conclusion(fault, cure)
+    sentence, result = demo.conclusion(fault, cure, "It takes 1 s.", faster=True)
     assert (result, said in sentence) == (status, True)
+
+
+def test_the_demo_fails_if_interactive_requests_are_no_faster() -> None:
+    text, result = demo.conclusion(report(chat="lost"), report(chat="ok"), "It takes 1 s.", faster=False)
+    assert (result, text) == (1, "The sidecar makes interactive requests no faster. It takes 1 s.")
 
 
 def printed(fault: Report, cure: Report) -> str:
@@ -65,7 +70,7 @@ def test_the_table_fits_80_columns_and_cuts_no_word_even_with_long_findings() ->
 def test_the_next_steps_name_only_commands_and_options_that_exist() -> None:
     from control_plane.cli import cli
 
-    text, _ = demo.conclusion(report(chat="lost"), report(chat="ok"))
+    text, _ = demo.conclusion(report(chat="lost"), report(chat="ok"), "It takes 1 s.", faster=True)
     lines = [line.split()[1:] for line in text.splitlines() if line.startswith("  vllm-priority ")]
     assert {command for command, *_ in lines} == {"doctor", "run"}
     for command, *words in lines:
