@@ -43,7 +43,11 @@ def chromium() -> Iterator[Browser]:
         pytest.skip(reason)
     with sync_playwright() as playwright:
         # Chromium's sandbox does not work for root, nor in most containers.
-        browser = playwright.chromium.launch(executable_path=found, chromium_sandbox=False)
+        browser = playwright.chromium.launch(
+            executable_path=found,
+            chromium_sandbox=False,
+            args=["--host-resolver-rules=MAP console.example 127.0.0.1"],
+        )
         yield browser
         browser.close()
 
@@ -217,11 +221,12 @@ def test_the_timeline_says_that_it_cannot_be_updated(chromium: Browser, fleet: C
 
 
 def test_a_browser_logs_in_with_a_token(chromium: Browser, tmp_path: Path) -> None:
+    """Under a name, over plain HTTP: a browser then sends no Sec-Fetch-Site, and the origin decides."""
     (tmp_path / "policy.yaml").write_text("{}")
     (tmp_path / "tokens").write_text(TOKEN)
     with ControlPlane(tmp_path / "policy.yaml", api_token_file=tmp_path / "tokens") as plane:
         page, _ = opened(chromium, http_credentials={"username": "anybody", "password": TOKEN})
-        page.goto(f"http://{plane.address}/console/playground")
+        page.goto(f"http://console.example:{plane.address.port}/console/playground")
         run_a_request(page)
         stranger, _ = opened(chromium, http_credentials={"username": "anybody", "password": "not-the-token"})
         found = stranger.goto(f"http://{plane.address}/console/")
