@@ -10,6 +10,11 @@ from control_plane.policy.model import Policies, Policy
 
 NOT_SET = "not set"
 
+MAX_LINES = 1000
+"""The longest policy whose texts are compared in order."""
+
+_Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
 
 class PolicyChange(NamedTuple):
     """A value that differs. policy: the name of the policy. A value that a file does not have is NOT_SET."""
@@ -29,37 +34,56 @@ def policy_changes(old: Policies, new: Policies) -> list[PolicyChange]:
 
 
 def policy_yaml(policies: Policies, name: str) -> str:
-    """Return one of the policies as YAML, with defaults, and with its selector if it has one."""
-    policy: Policy = policies.by_name[name]
-    content: dict[str, Any] = {}
-    for entry in policies.named:
+    """Return one of the policies as YAML, with defaults.
+
+    A named one begins with its position, because the first policy whose selector matches applies.
+    """
+    for position, entry in enumerate(policies.named, start=1):
         if entry.name == name:
-            content["selector"] = dict(entry.selector)
-    return yaml.safe_dump(
-        {**content, **policy.model_dump(mode="json")}, sort_keys=False, allow_unicode=True, width=1000
-    )
+            return _yaml(entry.policy, position, dict(entry.selector))
+    return _yaml(policies.default)
 
 
 def unified_difference(old: Policies, new: Policies, max_chars: int) -> str:
-    """Return the unified difference of all policies, as YAML with defaults.
+    """Return the unified difference of all policies, as YAML with defaults, cut after `max_chars`.
 
-    It ends after the policy with which it reaches `max_chars`, and is cut there.
+    Of a policy with more than MAX_LINES lines, it has the lines that only one of the two texts has, because the time to
+    compare texts grows with the square of their length.
     """
-    texts: list[str] = []
-    size = 0
-    for name in dict.fromkeys([*old.by_name, *new.by_name]):
-        before, after = (
-            policy_yaml(policies, name).splitlines(keepends=True) if name in policies.by_name else []
-            for policies in (old, new)
-        )
-        if before != after:
-            text = "".join(difflib.unified_diff(before, after, f"{name} before", f"{name} after"))
-            texts.append(text)
-            size += len(text)
-            if size > max_chars:
-                break
-    text = "".join(texts)
-    return text if len(text) <= max_chars else f"{text[:max_chars]}\n(cut)\n"
+    text = ""
+    before, after = (_by_name(policies) for policies in (old, new))
+    for name in dict.fromkeys([*before, *after]):
+        if before.get(name) != after.get(name):
+            text += _difference(name, before.get(name), after.get(name))
+            if len(text) > max_chars:
+                return f"{text[:max_chars]}\n(cut)\n"
+    return text
+
+
+def _by_name(policies: Policies) -> dict[str, tuple[Any, ...]]:
+    named = {
+        entry.name: (entry.policy, position, dict(entry.selector))
+        for position, entry in enumerate(policies.named, start=1)
+    }
+    return {"default": (policies.default,), **named}
+
+
+def _yaml(policy: Policy, position: int | None = None, selector: dict[str, str] | None = None) -> str:
+    head = "" if position is None else f"# Position in the file: {position}\n"
+    content = {} if selector is None else {"selector": selector}
+    return head + yaml.dump(
+        {**content, **policy.model_dump(mode="json")}, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000
+    )
+
+
+def _difference(name: str, before: tuple[Any, ...] | None, after: tuple[Any, ...] | None) -> str:
+    old, new = (_yaml(*entry).splitlines(keepends=True) if entry else [] for entry in (before, after))
+    head = f"--- {name} before\n", f"+++ {name} after\n"
+    if max(len(old), len(new)) <= MAX_LINES:
+        return "".join((*head, *list(difflib.unified_diff(old, new))[2:])) if old != new else ""
+    known, lines = set(old), set(new)
+    changed = [f"-{line}" for line in old if line not in lines] + [f"+{line}" for line in new if line not in known]
+    return "".join((*head, *changed)) if changed else ""
 
 
 def _values(policies: Policies) -> Iterator[tuple[tuple[str, str], Any]]:

@@ -571,7 +571,11 @@ def test_the_packaged_chart_renders_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "there", "not_there"),
     [
-        ({}, ["helm test", "vllm-priority.io/inject", "start WITHOUT a sidecar"], ["older than 1.21", "No Pod"]),
+        (
+            {},
+            ["helm test", "vllm-priority.io/inject", "start WITHOUT a sidecar", ":8080/console/"],
+            ["older than 1.21", "No Pod"],
+        ),
         ({"webhook": {"failurePolicy": "Fail"}}, [], ["start WITHOUT", "With one replica"]),
         ({"webhook": {"failurePolicy": "Fail"}, "replicas": 1}, ["With one replica"], []),
         ({"webhook": {"enabled": False}}, ["vllm-priority inject -f"], ["kubectl patch", "injects sidecars"]),

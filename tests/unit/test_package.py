@@ -63,6 +63,8 @@ def test_the_wheel_holds_templates_and_lua_and_nothing_else(wheel: Path) -> None
     files = set(zipfile.ZipFile(wheel).namelist())
     for folder in ("envoy", "lua"):
         assert {f"control_plane/{folder}/{name}" for name in names(folder)} <= files
+    for folder in ("control_plane/server/console/templates", "control_plane/server/console/static"):
+        assert {f"{folder}/{name}" for name in names(folder)} <= files
     assert "control_plane/py.typed" in files
     tops = {name.partition("/")[0] for name in files}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"control_plane"}

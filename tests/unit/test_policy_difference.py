@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from control_plane.cli import main
-from control_plane.policy.difference import NOT_SET, policy_changes
+from control_plane.policy.difference import MAX_LINES, NOT_SET, policy_changes, unified_difference
 from control_plane.policy.load import parse_policies
 
 
@@ -73,3 +73,43 @@ def test_the_command_prints_the_changes(tmp_path: Path, capsys: pytest.CaptureFi
     assert json.loads(validate("-f", str(new), "--against", str(old), "--json"))["restart"] == {"default": ["ordinary"]}
     assert "Nothing changes: " in validate("-f", str(new), "--against", str(new))
     assert "changes" not in json.loads(validate("-f", str(new), "--json"))
+
+
+def unified(old: str, new: str, max_chars: int = 4000) -> list[str]:
+    return unified_difference(parse_policies(old), parse_policies(new), max_chars).splitlines()
+
+
+A, B = "{name: a, selector: {x: y}, policy: {}}", "{name: b, selector: {x: y}, policy: {default: 2}}"
+
+
+def test_the_unified_difference_has_the_lines_of_the_policies_that_changed() -> None:
+    lines = unified(f"{{default: 1, policies: [{A}]}}", f"{{default: 3, policies: [{A}, {B}]}}")
+    assert lines[:3] == ["--- default before", "+++ default after", "@@ -4,7 +4,7 @@"]
+    assert ["-default: 1", "+default: 3"] == [line for line in lines[3:] if line[:8] in ("-default", "+default")][:2]
+    assert "--- a before" in lines, "it has the default of the whole file"
+    assert "+# Position in the file: 2" in lines
+
+
+def test_the_unified_difference_shows_another_order() -> None:
+    lines = unified(f"policies: [{A}, {B}]", f"policies: [{B}, {A}]")
+    assert [line for line in lines if line.startswith(("-#", "+#"))] == [
+        "-# Position in the file: 1",
+        "+# Position in the file: 2",
+        "-# Position in the file: 2",
+        "+# Position in the file: 1",
+    ]
+
+
+def test_the_unified_difference_is_empty_for_another_way_to_write_the_same() -> None:
+    assert unified("# a comment\ndefault: 1", "{default: 1, keep_header: false}") == []
+
+
+def test_the_difference_of_a_large_policy_has_the_lines_that_changed() -> None:
+    old, new = (
+        json.dumps({"classes": {f"c{number}": number for number in range(MAX_LINES + extra)}}) for extra in (0, 2)
+    )
+    assert unified(old, new) == ["--- default before", "+++ default after", "+  c1000: 1000", "+  c1001: 1001"]
+
+
+def test_the_unified_difference_is_cut() -> None:
+    assert unified("default: 1", "default: 2", 30) == ["--- default before", "+++ default", "(cut)"]

@@ -1,5 +1,6 @@
 """The console's routes. Each page is rendered here from what this process knows; none changes anything."""
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -29,7 +30,7 @@ VERSIONS_ON_A_PAGE = 5
 MAX_CHOICES = 200
 SAMPLES_IN_THE_TABLE = 12
 PODS_ON_A_PAGE = 25
-POLICIES_ON_A_PAGE = 50
+POLICIES_ON_A_PAGE = 20
 COUNTS_ON_A_PAGE = 50
 
 
@@ -106,7 +107,8 @@ class Console:
             for each, policy in shown
         ]
         older = _part(list(self._policy.history), VERSIONS_ON_A_PAGE, _number(query, "history"))
-        text = policy_yaml(policies, name)
+        # In a thread: a policy may have thousands of classes, and sidecars poll meanwhile.
+        text = await asyncio.to_thread(policy_yaml, policies, name)
         return _page(
             "policy",
             "policy",

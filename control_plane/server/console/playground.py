@@ -148,16 +148,17 @@ class Playground:
         if policy is None:
             raise InvalidField("policy", f"{typed.policy[:63]!r} is not a policy of the file.")
         lines = self._headers(typed)
-        request = _request(typed, policy, lines)
         if self._waiting > _MAX_WAITING:
             raise BadInput("Other requests wait for the playground. Try again in a few seconds.")
         self._waiting += 1
         try:
             async with self._turn:
-                found = await self._explain(json.dumps(request).encode())
+                # In a thread: a policy may have thousands of classes, and sidecars poll meanwhile.
+                request = await asyncio.to_thread(_request, typed, policy, lines)
+                found = await self._explain(request)
+                return await asyncio.to_thread(_result, typed, policy, lines, found)
         finally:
             self._waiting -= 1
-        return _result(typed, policy, lines, found)
 
     @staticmethod
     def _headers(typed: Typed) -> list[tuple[str, str]]:
@@ -211,7 +212,7 @@ def _too_large() -> BadInput:
     return BadInput(f"body: Too large for this page: at most {MAX_BODY_BYTES} bytes. Use vllm-priority explain.")
 
 
-def _request(typed: Typed, policy: Policy, headers: list[tuple[str, str]]) -> dict[str, Any]:
+def _request(typed: Typed, policy: Policy, headers: list[tuple[str, str]]) -> bytes:
     check_request_line(typed.method, typed.path)
     role: Role | None = next((role for role in ROLES if role == typed.role), None)
     if role is None:
@@ -220,7 +221,7 @@ def _request(typed: Typed, policy: Policy, headers: list[tuple[str, str]]) -> di
     client = client_at(typed.peer.strip(), identities)
     if not (typed.path + typed.identity).isascii():
         raise InvalidField("path", "Use ASCII only, in the identity too. Other characters are percent-encoded.")
-    return {
+    request = {
         # A tenant's own values are those that its rule sets, so what is not set must stay so.
         "policy": policy.model_dump_json(exclude_unset=True),
         "role": role,
@@ -231,6 +232,7 @@ def _request(typed: Typed, policy: Policy, headers: list[tuple[str, str]]) -> di
         "client": client.address,
         "identities": client.identities,
     }
+    return json.dumps(request).encode()
 
 
 def _result(typed: Typed, policy: Policy, headers: list[tuple[str, str]], found: dict[str, Any]) -> Result:
