@@ -44,6 +44,7 @@ end
 local trusted_by = settings.trust and trust.rule(settings.trust)
 local token_rules = settings.trust and settings.trust.claims
 local tenant_of = settings.tenant_identities and trust.tenants(settings.tenant_identities)
+local HAS_TENANTS = settings.tenant_header or settings.tenant_claim or tenant_of
 
 -- The header's one value, or nil where its lines differ. Envoy joins lines with commas.
 local function header_value(headers, raw)
@@ -269,7 +270,7 @@ local function client_of(handle, headers)
       return RULES, false
     end
   end
-  return rules_of_tenant(handle, headers, payload), true
+  return HAS_TENANTS and rules_of_tenant(handle, headers, payload) or RULES, true
 end
 
 -- Where vLLM reads the header itself, it is written as a plain integer.

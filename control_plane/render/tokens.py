@@ -42,8 +42,8 @@ def token_filter(claims: Claims) -> Resource:
         remote={
             "http_uri": {"uri": claims.jwks, "cluster": KEYS_CLUSTER, "timeout": "2s"},
             "cache_duration": "300s",
-            # The listener does not wait for the keys: until they are there, requests without a token are served.
-            "async_fetch": {"fast_listener": True, "failed_refetch_duration": "2s"},
+            # The listener starts when the keys are there, or could not be fetched.
+            "async_fetch": {"fast_listener": False, "failed_refetch_duration": "2s"},
         },
     )
 

@@ -197,7 +197,7 @@ def test_an_istio_sidecar_decides_alike(istio: SidecarFactory, upstream: Recordi
 class Keys:
     """An HTTPS server with the keys of SIGNER, whose certificate is in `folder`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, port: int = 0) -> None:
         self.asked = threading.Event()
         keys, asked = SIGNER.keys.encode(), self.asked
 
@@ -212,7 +212,7 @@ class Keys:
             def log_message(self, format: str, *args: object) -> None:
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(folder / "tls.crt", folder / "tls.key")
         self.server.socket = context.wrap_socket(self.server.socket, server_side=True)
@@ -241,6 +241,18 @@ def test_keys_are_fetched_over_tls(sidecar: SidecarFactory, upstream: RecordingU
     finally:
         keys.stop()
     assert call(front.address, RENDER, b"{}", priority("5"), bearer(GOOD)).applied == TRUSTED, "Envoy has the keys"
+
+
+def test_keys_that_come_later_are_used(sidecar: SidecarFactory, upstream: RecordingUpstream, tmp_path: Path) -> None:
+    authority, port = Authority(), free_port()
+    authority.write(tmp_path, "127.0.0.1")
+    front = sidecar(policy=fetching(f"https://127.0.0.1:{port}/keys", authority.pem))
+    assert call(front.address, RENDER, b"{}", priority("5"), bearer(GOOD)).applied == UNTRUSTED
+    keys = Keys(tmp_path, port)
+    try:
+        until(lambda: call(front.address, RENDER, b"{}", priority("5"), bearer(GOOD)).applied == TRUSTED, "the keys")
+    finally:
+        keys.stop()
 
 
 @pytest.mark.parametrize("fault", ["down", "unknown CA", "wrong name"])

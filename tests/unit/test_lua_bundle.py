@@ -91,7 +91,18 @@ def test_the_script_runs_with_nothing_but_the_language(role: Role) -> None:
     assert set(lua.globals()) - before == {b"envoy_on_request", b"envoy_on_response"}, "no other global is left"
 
 
-@pytest.mark.parametrize("trust", [None, {"peers": ["10.0.0.0/8"]}])
+CLAIMS = {"issuer": "x", "jwks": "https://issuer.test/keys"}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        {},
+        {"trust": {"peers": ["10.0.0.0/8"]}},
+        {"trust": {"claims": CLAIMS}},
+        {"tenants": {"identity": True, "rules": {"a.test": {}}}},
+    ],
+)
 @pytest.mark.parametrize(
     ("render", "handlers"),
     [
@@ -100,9 +111,9 @@ def test_the_script_runs_with_nothing_but_the_language(role: Role) -> None:
     ],
 )
 def test_both_filters_find_their_text_in_the_environment(
-    render: Callable[..., str], handlers: set[bytes], trust: dict[str, list[str]] | None
+    render: Callable[..., str], handlers: set[bytes], text: dict[str, object]
 ) -> None:
-    policy = Policy.model_validate({"trust": trust})
+    policy = Policy.model_validate(text)
     variables = {name.encode(): text.encode() for name, text in environment(policy).items()}
     lua = luajit.LuaRuntime(encoding=None)
     lua.globals()[b"os"][b"getenv"] = variables.get
