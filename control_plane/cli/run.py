@@ -34,6 +34,7 @@ from control_plane.cli.options import (
     upstream_tls_options,
     whole_numbers,
 )
+from control_plane.cli.terminal import complain
 from control_plane.errors import BadInput
 from control_plane.injector.settings import (
     WORKERS,
@@ -141,6 +142,11 @@ def run(
             f"{drain_seconds:g} and bounds it. Raise --drain-seconds, or lower this one."
         )
     chosen = read_policy(policy, policy_name)
+    if chosen.reads_certificates and client_ca is None:
+        complain(
+            f"vllm-priority: {chosen.reads_certificates}: without --client-ca, no client has a certificate, so this "
+            "matches no client."
+        )
     program = proxy.find_envoy(envoy)
     placement = proxy.bounded(placement, concurrency)
     files = _listener_files(tls_cert, tls_key, client_ca)

@@ -13,6 +13,22 @@ from pydantic import BeforeValidator, Field, StringConstraints, ValidationInfo
 
 from control_plane.policy.fields import HeaderName, PolicyModel
 
+
+class NamedFiles:
+    """The files that a policy names, relative to the policy's own folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.paths: list[Path] = []
+
+    def named(self, text: str) -> Path:
+        """Return the path of a file that the policy names."""
+        path = self._folder / text
+        if path not in self.paths:
+            self.paths.append(path)
+        return path
+
+
 ClaimName = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,128}$")]
 ClaimValue = Annotated[str, StringConstraints(pattern=r"^[ -~]{1,512}$")]
 _Text = Annotated[str, StringConstraints(pattern=r"^[!-~]{1,512}$")]
@@ -52,12 +68,12 @@ def _uri(text: str) -> str:
 
 
 def _read(path: str, text: str, info: ValidationInfo, use: str) -> bytes:
-    """Return what is in a file that the policy names, relative to the policy's own folder."""
-    folder = (info.context or {}).get("folder")
-    if folder is None:
+    """Return what is in a file that the policy names, and note that it was read."""
+    files: NamedFiles | None = (info.context or {}).get("files")
+    if files is None:
         raise ValueError(f"{path}: '{text[:60]}' is a file, which only a policy from a file can name. {use}")
     try:
-        with (Path(folder) / text).open("rb") as file:
+        with files.named(text).open("rb") as file:
             read = file.read(_MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ValueError(f"{path}: '{text[:60]}' cannot be read: {error.strerror}. {use}") from None

@@ -8,6 +8,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from control_plane.errors import PolicyError
+from control_plane.policy.claims import NamedFiles
 from control_plane.policy.messages import one_line, problems, shown
 from control_plane.policy.model import NamedPolicy, Policies, Policy
 
@@ -33,13 +34,13 @@ def load_policies(path: Path | str) -> Policies:
         raise PolicyError(f"{shown(str(path))}: not a valid path. {_USE_A_FILE}") from None
     if len(read) > MAX_FILE_BYTES:
         raise PolicyError(f"{path}: larger than {MAX_FILE_BYTES} bytes. Use a smaller policy.")
-    return parse_policies(text, str(path), Path(path).parent)
+    return parse_policies(text, str(path), NamedFiles(Path(path).parent))
 
 
-def parse_policies(text: str, source: str = "policy", folder: Path | None = None) -> Policies:
+def parse_policies(text: str, source: str = "policy", files: NamedFiles | None = None) -> Policies:
     """Policies of a YAML text. PolicyError names `source`, the key's path, and what is allowed.
 
-    Files that the policy names are in `folder`. None: it may not name any.
+    files: those that the policy names. None: it may not name any.
     """
     try:
         document = yaml.load(text, _StrictLoader)
@@ -61,7 +62,7 @@ def parse_policies(text: str, source: str = "policy", folder: Path | None = None
     top = {key: value for key, value in document.items() if key != "policies"}
     entries = document.get("policies")
     entries = [] if entries is None else entries
-    default = _validate(Policy, top, source, folder=folder)
+    default = _validate(Policy, top, source, files=files)
     if not isinstance(entries, list):
         raise PolicyError(f"{source}: policies: {shown(entries)} is not valid. Use a list of named policies.")
     named = []
@@ -73,9 +74,10 @@ def parse_policies(text: str, source: str = "policy", folder: Path | None = None
         own = {} if own is None else own
         if not isinstance(own, dict):
             raise PolicyError(f"{source}: {path}.policy: {shown(own)} is not valid. {_USE_KEYS}")
-        policy = _validate(Policy, {**top, **own}, source, f"{path}.policy.", folder)
+        policy = _validate(Policy, {**top, **own}, source, f"{path}.policy.", files)
         named.append(_validate(NamedPolicy, {**entry, "policy": policy}, source, f"{path}."))
-    return _validate(Policies, {"default": default, "named": named}, source)
+    paths = tuple(files.paths) if files else ()
+    return _validate(Policies, {"default": default, "named": named, "files": paths}, source)
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -109,10 +111,10 @@ _ModelT = TypeVar("_ModelT", bound=BaseModel)
 
 
 def _validate(
-    model: type[_ModelT], data: Mapping[str, Any], source: str, prefix: str = "", folder: Path | None = None
+    model: type[_ModelT], data: Mapping[str, Any], source: str, prefix: str = "", files: NamedFiles | None = None
 ) -> _ModelT:
     try:
-        return model.model_validate(dict(data), context={"folder": folder})
+        return model.model_validate(dict(data), context={"files": files})
     except ValidationError as error:
         extra_keys = ("policies",) if model is Policy and not prefix else ()
         raise PolicyError(f"{source}: {problems(model, error, prefix, extra_keys)}") from None

@@ -5,6 +5,7 @@ Every function past `load` takes these frozen models and checks nothing again.
 
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
@@ -227,6 +228,13 @@ class Policy(PolicyModel):
         )
 
     @property
+    def reads_certificates(self) -> str | None:
+        """The key that reads clients' certificates, if any."""
+        if self.trust and self.trust.identities:
+            return "trust.identities"
+        return "tenants.identity" if self.tenants and self.tenants.identity else None
+
+    @property
     def open_routes(self) -> str | None:
         """What a client can still do around this policy's rules, for a person; None where there is nothing."""
         if self.ordinary == "enforce" or (self.trust is None and self.body == "accept" and self.tenants is None):
@@ -289,6 +297,8 @@ class Policies(PolicyModel):
 
     default: Policy = Policy()
     named: Annotated[tuple[NamedPolicy, ...], Field(strict=False)] = ()
+    files: tuple[Path, ...] = ()
+    """The files that were read with the policy file."""
 
     @model_validator(mode="after")
     def _unique_names(self) -> Self:

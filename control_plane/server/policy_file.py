@@ -57,7 +57,7 @@ class PolicyFile:
         A change is detected by content, not by time or inode: Kubernetes updates a mounted ConfigMap by swapping a
         symlink.
         """
-        version = _content_hash(self.path)
+        version = _content_hash(self.path, *self.snapshot.policies.files)
         if version == self.version:
             return None
         try:
@@ -78,11 +78,17 @@ class PolicyFile:
     def _load(self) -> tuple[Snapshot, float]:
         version = _content_hash(self.path)
         snapshot = Snapshot(load_policies(self.path))
-        self.version = version
+        found = _content_hash(self.path, *snapshot.policies.files)
+        # If the file has changed meanwhile, it is loaded again.
+        self.version = found if found.startswith(version) else ""
         return snapshot, time.time()
 
 
-def _content_hash(path: Path) -> str:
+def _content_hash(*paths: Path) -> str:
+    return " ".join(map(_hash_of, paths))
+
+
+def _hash_of(path: Path) -> str:
     try:
         return sha256(path.read_bytes()).hexdigest()[:16]
     except OSError as error:

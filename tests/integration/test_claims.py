@@ -345,6 +345,11 @@ def test_a_certificate_names_the_tenant(envoy: Path, tmp_path: Path, upstream: R
             with httpx.Client(verify=trusting(authority, pair), trust_env=False, timeout=30) as client:
                 reply = client.post(f"https://{run.listen}{RENDER}", json={})
             assert reply.headers["x-vllm-priority-applied"].startswith(f"{expected}; "), names
+        assert not run.said("--client-ca")
+    with Run(str(upstream.address), "--envoy", str(envoy), "--policy", str(rules)) as run:
+        assert run.said(
+            "tenants.identity: without --client-ca, no client has a certificate, so this matches no client."
+        )
 
 
 def test_a_sidecar_whose_own_policy_verifies_other_tokens_trusts_none(

@@ -14,6 +14,7 @@ from control_plane.policy.model import Policy
 from control_plane.policy.restart import StartedWith
 from control_plane.render.placement import Placement
 from control_plane.render.targets import render
+from control_plane.server.policy_file import PolicyFile
 from tests.pem import Authority
 from tests.tokens import ISSUER, Issuer
 
@@ -87,6 +88,24 @@ def test_a_file_of_keys_lies_next_to_the_policy(tmp_path: Path) -> None:
     path.write_text(json.dumps({"policies": [{"name": "a", "selector": {}, "policy": {"trust": {"claims": claims}}}]}))
     ca = claims_of(load_policies(path).by_name["a"]).jwks_ca
     assert ca and ca.startswith("-----BEGIN CERTIFICATE")
+
+
+def test_a_changed_file_of_keys_is_loaded_and_sidecars_need_a_restart_for_it(tmp_path: Path) -> None:
+    path, keys = tmp_path / "policy.yaml", tmp_path / "keys.json"
+    path.write_text(json.dumps({"trust": {"claims": {"issuer": ISSUER, "jwks": "keys.json"}}}))
+    keys.write_text(json.dumps(KEYS))
+    file = PolicyFile(path)
+    assert file.reload() is None
+    keys.write_text("{")
+    assert file.reload() is False
+    assert file.problem and "'keys.json' is not a file in JSON" in file.problem
+    assert file.reload() is None
+    other = Issuer("ES256").jwks
+    keys.write_text(json.dumps(other))
+    assert file.reload() is True
+    assert file.reload() is None
+    assert claims_of(file.snapshot.policies.default).jwks == other
+    assert file.restart_for == {"default": ("trust.claims",)}
 
 
 @pytest.mark.parametrize(
