@@ -173,6 +173,20 @@ def test_without_a_token_the_request_can_be_rejected(sidecar: SidecarFactory, up
     assert call(front.address, RENDER, b"{}", priority("5"), bearer(GOOD)).status == 200
 
 
+@pytest.mark.parametrize("place", ["sidecar", "istio"])
+def test_a_token_decides_on_the_ordinary_routes_too(
+    sidecar: SidecarFactory, istio: SidecarFactory, upstream: RecordingUpstream, place: str
+) -> None:
+    rules = json.dumps({**json.loads(policy()), "ordinary": "enforce", "classes": {"batch": 10}})
+    front = {"sidecar": sidecar, "istio": istio}[place]("engine", rules)
+    for path in ("/v1/chat/completions", "/v1/chat/%63ompletions?x=1"):
+        for token, left in ((GOOD, ["10"]), (OTHER.token(), []), ("sk-key", [])):
+            upstream.clear()
+            call(front.address, path, b"{}", priority("batch"), bearer(token))
+            assert upstream.only.all("x-vllm-priority") == left
+            assert upstream.only.all("authorization") == [f"Bearer {token}"]
+
+
 def test_an_expired_token_is_not_remembered(sidecar: SidecarFactory, upstream: RecordingUpstream) -> None:
     """Envoy allows for clocks that differ by a minute."""
     front = sidecar(policy=policy())
