@@ -1,6 +1,8 @@
 """Clients that are trusted by a token: a JSON Web Token (RFC 7519) that an issuer has signed."""
 
+import base64
 import json
+import re
 from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
@@ -8,6 +10,8 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding
 from pydantic import BeforeValidator, Field, StringConstraints, ValidationInfo
 
@@ -41,6 +45,13 @@ _KEY = "trust.claims.jwks"
 _USE = "Use an https:// URI, a file in JSON, or the keys themselves: {keys: [...]}."
 _MEMBERS: Mapping[str, tuple[str, ...]] = {"RSA": ("n", "e"), "EC": ("crv", "x", "y"), "OKP": ("crv", "x")}
 """The types of public keys, and the members that each must have (RFC 7518, 6; RFC 8037, 2)."""
+
+_CURVES: Mapping[str, tuple[ec.EllipticCurve, str]] = {
+    "P-256": (ec.SECP256R1(), "ES256"),
+    "P-384": (ec.SECP384R1(), "ES384"),
+    "P-521": (ec.SECP521R1(), "ES512"),
+}
+_RSA_ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512")
 
 
 def _jwks(value: Any, info: ValidationInfo) -> str | dict[str, Any]:
@@ -117,6 +128,40 @@ def _check_key(path: str, key: Any) -> None:
     missing = [member for member in members if not isinstance(key.get(member), str)]
     if missing:
         raise ValueError(f"{path}: {missing[0]} is missing. A key of kty {kind} needs {', '.join(members)}.")
+    # Envoy does not start with a key that it cannot use.
+    algorithms = _algorithms(path, key)
+    if key.get("alg", algorithms[0]) not in algorithms:
+        raise ValueError(f"{path}.alg: not an algorithm of this key. It must be one of: {', '.join(algorithms)}.")
+
+
+def _algorithms(path: str, key: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the algorithms of a public key (RFC 7518, 3.1; RFC 8037, 3.1). The first one is the default."""
+    try:
+        if key["kty"] == "RSA":
+            size = rsa.RSAPublicNumbers(_integer(key["e"]), _integer(key["n"])).public_key().key_size
+            if size < 2048:
+                raise ValueError(f"{size} bits")
+            return _RSA_ALGORITHMS
+        if key["kty"] == "EC" and key["crv"] in _CURVES:
+            curve, algorithm = _CURVES[key["crv"]]
+            ec.EllipticCurvePublicNumbers(_integer(key["x"]), _integer(key["y"]), curve).public_key()
+            return (algorithm,)
+        if key["kty"] == "OKP" and key["crv"] == "Ed25519":
+            ed25519.Ed25519PublicKey.from_public_bytes(_bytes(key["x"]))
+            return ("EdDSA",)
+    except (ValueError, UnsupportedAlgorithm):
+        raise ValueError(f"{path}: not a valid key of kty {key['kty']}, or RSA with less than 2048 bits.") from None
+    raise ValueError(f"{path}.crv: not a supported curve. It must be one of: {', '.join(_CURVES)} or Ed25519.")
+
+
+def _bytes(text: str) -> bytes:
+    if not re.fullmatch(r"[A-Za-z0-9_-]{1,4096}", text):
+        raise ValueError("not base64url")
+    return base64.urlsafe_b64decode(text + "=" * (-len(text) % 4))
+
+
+def _integer(text: str) -> int:
+    return int.from_bytes(_bytes(text))
 
 
 class Claims(PolicyModel):
