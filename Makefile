@@ -7,6 +7,7 @@ TOOLS := .cache/tools/bin
 FUZZ_SECONDS ?=
 FUZZ_SEED ?=
 FUZZ_ROUNDS ?= 750
+SOAK_SECONDS ?= 1800
 ENVOY_VERSIONS ?= 1.37.0 1.38.3 1.39.3 1.40.0
 STAMP := $(VENV)/.installed
 # The oldest Python that works, and the first that is not supported.
@@ -18,7 +19,7 @@ CHART := dist/vllm-priority-$(VERSION).tgz
 export PATH := $(CURDIR)/$(TOOLS):$(PATH)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-namespaces test-envoys fuzz e2e lint golden check-golden docs check-jit envoy-config \
+.PHONY: help setup demo test test-namespaces test-envoys fuzz soak chaos e2e lint golden check-golden docs check-jit envoy-config \
 	bench bench-control-plane test-image test-cluster manifests chart sbom checksums dist check-tag image push-chart lock clean
 
 help: ## List the targets
@@ -63,6 +64,9 @@ test-envoys: setup ## Run the integration tests on every supported Envoy (ENVOY_
 fuzz: setup ## Send generated documents through the filter and real Envoy (FUZZ_SECONDS=600 for longer, FUZZ_SEED=1 to repeat)
 	$(BIN)/python -m tests.fuzz $(if $(FUZZ_SECONDS),--seconds $(FUZZ_SECONDS)) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED))
 	FUZZ_ROUNDS=$(FUZZ_ROUNDS) $(if $(FUZZ_SEED),FUZZ_SEED=$(FUZZ_SEED)) $(BIN)/python -m pytest tests/integration/test_fuzz.py
+
+soak: setup ## Check each of many mixed requests through real Envoy for 30 minutes (SOAK_SECONDS=600 for another time)
+	$(BIN)/python -m tests.reliability.soak --seconds $(SOAK_SECONDS)
 
 e2e: setup ## Run the end-to-end tests on real vLLM (installs it: 3.5 GB)
 	$(BIN)/python tests/e2e/setup_vllm.py
