@@ -8,6 +8,7 @@ FUZZ_SECONDS ?=
 FUZZ_SEED ?=
 FUZZ_ROUNDS ?= 750
 SOAK_SECONDS ?= 1800
+DAYS ?=
 ENVOY_VERSIONS ?= 1.37.0 1.38.3 1.39.3 1.40.0
 STAMP := $(VENV)/.installed
 # The oldest Python that works, and the first that is not supported.
@@ -64,6 +65,9 @@ test-envoys: setup ## Run the integration tests on every supported Envoy (ENVOY_
 fuzz: setup ## Send generated documents through the filter and real Envoy (FUZZ_SECONDS=600 for longer, FUZZ_SEED=1 to repeat)
 	$(BIN)/python -m tests.fuzz $(if $(FUZZ_SECONDS),--seconds $(FUZZ_SECONDS)) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED))
 	FUZZ_ROUNDS=$(FUZZ_ROUNDS) $(if $(FUZZ_SEED),FUZZ_SEED=$(FUZZ_SEED)) $(BIN)/python -m pytest tests/integration/test_fuzz.py
+
+chaos: setup ## Bad days of a sidecar and its control plane, a row and a figure for each (DAYS="upstream-down sigterm" for some)
+	$(BIN)/python -m tests.reliability.chaos $(addprefix --only ,$(DAYS))
 
 soak: setup ## Check each of many mixed requests through real Envoy for 30 minutes (SOAK_SECONDS=600 for another time)
 	$(BIN)/python -m tests.reliability.soak --seconds $(SOAK_SECONDS)

@@ -120,8 +120,14 @@ def set_default(path: Path, value: int) -> None:
     new.rename(path)
 
 
-@pytest.fixture
-def start_sidecar(envoy: Path, upstream: RecordingUpstream) -> Iterator[Callable[..., Address]]:
+@pytest.fixture(name="start_sidecar")
+def _start_sidecar(envoy: Path, upstream: RecordingUpstream) -> Iterator[Callable[..., Address]]:
+    with sidecars_that_poll(envoy, upstream) as start:
+        yield start
+
+
+@contextlib.contextmanager
+def sidecars_that_poll(envoy: Path, upstream: RecordingUpstream) -> Iterator[Callable[..., Address]]:
     """Starts a sidecar with `default: 0` that polls `control_plane`, and returns the address that it listens on."""
     with contextlib.ExitStack() as stack:
 

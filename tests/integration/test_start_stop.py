@@ -475,6 +475,7 @@ def test_connections_beyond_the_limit_on_open_files_are_refused_at_once(
         assert cpu_ticks(child) - before < os.sysconf("SC_CLK_TCK") / 2, "it spins"
         waiting.go.set()
         assert [client.getresponse().status for client in clients] == [200] * bound
+        print(f"limit of {FILES} descriptors: {bound} connections served, {FILES} more closed at once")
         clients.pop().close()
         until(lambda: accepted(listen), "a connection after one has ended")
 

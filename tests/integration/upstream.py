@@ -62,6 +62,13 @@ def pairs_of(body: bytes) -> list[tuple[str, object]]:
     return decoded
 
 
+def readable(sock: socket.socket, seconds: float) -> bool:
+    """Whether there is something to read, or the end, within that time. select() fails from descriptor 1024 on."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
 class Connection:
     """One connection from the sidecar (or from a client that goes straight to the upstream)."""
 
@@ -92,7 +99,7 @@ class Connection:
         request.body = b"".join(pieces)
         request.digest = digest.hexdigest()
         # The sidecar sends no second request before the first is answered: more bytes mean a wrong length.
-        if select.select([self.sock], [], [], 0)[0]:
+        if readable(self.sock, 0):
             with contextlib.suppress(Closed, OSError):
                 self.reader.more()
         request.surplus = bytes(self.reader.buffer)
@@ -102,7 +109,7 @@ class Connection:
         """Returns when the peer has closed; `request.gone` is set then."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            if select.select([self.sock], [], [], 0.02)[0]:
+            if readable(self.sock, 0.02):
                 try:
                     if self.sock.recv(1 << 16):
                         continue
