@@ -105,12 +105,12 @@ def client() -> Iterator[httpx.Client]:
         yield client
 
 
-def sidecar(role: Role, upstream_url: str, folder: Path) -> Iterator[str]:
-    """The URL of a real Envoy with the default policy in front of that server. Its Lua must not fail once."""
+def sidecar(role: Role, upstream_url: str, folder: Path, policy: Policy | None = None) -> Iterator[str]:
+    """The URL of a real Envoy with that policy, or the default one, in front of that server. Its Lua must not fail."""
     listen, admin = _free_address(), _free_address()
     upstream = Address.parse(upstream_url.removeprefix("http://"), "upstream")
     placement = Placement(role, listen, upstream, admin, access_log=str(folder / "access.log"))
-    with Sidecar(bootstrap(Policy(), placement), find_envoy()) as running_sidecar:
+    with Sidecar(bootstrap(policy or Policy(), placement), find_envoy()) as running_sidecar:
         yield f"http://{listen}"
         errors = httpx.get(f"{running_sidecar.admin}/stats?filter=lua.*errors", trust_env=False).text.splitlines()
         assert errors, "Envoy has no counter of Lua errors"
