@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +38,8 @@ from tests.integration.test_control_plane import (
     echo,
     free_port,
     in_thread,
+    open_files,
+    resident,
     set_default,
     sidecars_that_poll,
     until,
@@ -110,14 +112,6 @@ def at_once(count: int, do: Callable[[int], Any]) -> list[Any]:
 
 def active(front: RunningSidecar) -> int:
     return sum(value for name, value in front.stats().items() if name.endswith("vllm_priority.downstream_rq_active"))
-
-
-def files(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
-
-
-def mebibytes(front: RunningSidecar) -> float:
-    return int(Path(f"/proc/{front.process.pid}/statm").read_text().split()[1]) * 4096 / 2**20
 
 
 def heap(front: RunningSidecar) -> float:
@@ -228,7 +222,7 @@ def client_gone_in_request(place: Place) -> str:
     with place.sidecar() as front:
         small(front)
         place.upstream.clear()
-        idle = files(front.process.pid)
+        idle = open_files(front.process.pid)
 
         def leave(_: int) -> None:
             with Http1(front.address) as client:
@@ -239,7 +233,7 @@ def client_gone_in_request(place: Place) -> str:
         for _ in range(5):
             for _ in range(10):
                 at_once(CLIENTS, leave)
-            until(lambda: files(front.process.pid) <= idle and active(front) == 0, "the end of the requests")
+            until(lambda: open_files(front.process.pid) <= idle and active(front) == 0, "the end of the requests")
             heaps.append(heap(front))
         reached = len(place.upstream.requests)
         assert reached == 0, f"{reached} requests reached the upstream"
@@ -295,7 +289,7 @@ def slow_streams(place: Place) -> str:
 
     place.upstream.handler = slow
     with place.sidecar() as front, contextlib.ExitStack() as stack:
-        memory = mebibytes(front)
+        memory = resident(front.process.pid)
         clients = []
         for _ in range(STREAMS):
             client = stack.enter_context(Http1(front.address, 60))
@@ -305,13 +299,13 @@ def slow_streams(place: Place) -> str:
             clients.append(client)
         assert active(front) >= STREAMS
         assert [small(front).status for _ in range(CLIENTS)] == [200] * CLIENTS
-        memory = mebibytes(front) - memory
+        memory = resident(front.process.pid) - memory
         end.set()
         for client in clients:
             assert client.reader.chunk() == client.reader.chunk() == b"data: one\n\n"
             assert client.reader.chunk() == b""
     others = f"{CLIENTS} of {CLIENTS} other requests got 200"
-    return f"{STREAMS} streams open, {memory:.0f} MiB more memory; {others}; all streams ended complete"
+    return f"{STREAMS} streams open, {memory / 2**20:.0f} MiB more memory; {others}; all streams ended complete"
 
 
 # ----- limits
@@ -448,17 +442,23 @@ def polling(place: Place) -> Iterator[tuple[ControlPlane, Path, Address]]:
         yield plane, policy, sidecar
 
 
-def _of_resource(change: Callable[[dict[str, Any]], None]) -> Callable[[bytes], bytes]:
+Lie = Callable[[bytes], Iterable[bytes]]
+"""Returns the pieces of an HTTP response, instead of one with this body. An empty piece closes the connection."""
+
+ENDLESS_MEBIBYTES = 300
+
+
+def _of_resource(change: Callable[[dict[str, Any]], None]) -> Lie:
     def lie(body: bytes) -> bytes:
         document = json.loads(body)
         document["version_info"] = "a-lie"
         change(document)
         return json.dumps(document).encode()
 
-    return lie
+    return _in_200(lie)
 
 
-def _script(text: str) -> Callable[[bytes], bytes]:
+def _script(text: str) -> Lie:
     def change(document: dict[str, Any]) -> None:
         document["resources"][0]["typed_config"]["default_source_code"] = {"inline_string": text}
 
@@ -469,11 +469,25 @@ def _kind(document: dict[str, Any]) -> None:
     document["resources"][0]["typed_config"]["@type"] = "type.googleapis.com/envoy.extensions.filters.http.lua.v3.No"
 
 
-LIES: dict[str, Callable[[bytes], bytes]] = {
-    "not JSON": lambda body: b"<html>",
-    "half of the JSON": lambda body: body[: len(body) // 2],
-    "empty": lambda body: b"",
-    "JSON of another shape": lambda body: b"[1]",
+def _in_200(lie: Callable[[bytes], bytes]) -> Lie:
+    return lambda body: [response(lie(body))]
+
+
+def _endless(body: bytes) -> Iterator[bytes]:
+    yield b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+    for _ in range(ENDLESS_MEBIBYTES):
+        yield b"%x\r\n%b\r\n" % (2**20, b" " * 2**20)
+
+
+LIES: dict[str, Lie] = {
+    "status 500": lambda body: [response(body, b"500 Internal Server Error")],
+    "a redirect": lambda body: [response(body, b"307 Temporary Redirect", [(b"location", b"http://127.0.0.1:9/")])],
+    "an endless response": _endless,
+    "an end in the middle": lambda body: [response(body)[:-1000], b""],
+    "not JSON": _in_200(lambda body: b"<html>"),
+    "half of the JSON": _in_200(lambda body: body[: len(body) // 2]),
+    "empty": _in_200(lambda body: b""),
+    "JSON of another shape": _in_200(lambda body: b"[1]"),
     "no resources": _of_resource(lambda document: document.update(resources=[])),
     "a resource of another type": _of_resource(
         lambda document: document["resources"][0].update(
@@ -492,7 +506,7 @@ class Liar:
 
     def __init__(self, real: Address) -> None:
         self._real = real
-        self.lie: Callable[[bytes], bytes] | None = None
+        self.lie: Lie | None = None
         self.told = 0
         self.server = RecordingUpstream()
         self.server.handler = self._respond
@@ -510,8 +524,11 @@ class Liar:
         poll = json.loads(request.body)
         poll.pop("version_info", None)
         reply = httpx.post(url, json=poll, trust_env=False, timeout=WAIT)
-        connection.send(response(lie(reply.content)))
         self.told += 1
+        for piece in lie(reply.content):
+            connection.send(piece)
+            if not piece:
+                connection.close()
 
 
 @day("control-plane-lies")
@@ -537,7 +554,8 @@ def control_plane_lies(place: Place) -> str:
                 counts[name] for name in counts if name.endswith(("update_rejected", "update_failure", "config_fail"))
             )
 
-        value = 1
+        (envoy,) = map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+        value, memory = 1, resident(envoy)
         for name, lie in LIES.items():
             until(lambda value=value: applied(sidecar) == str(value), f"the policy before: {name}")  # type: ignore[misc]
             before, told, liar.lie = failures(), liar.told, lie
@@ -549,9 +567,10 @@ def control_plane_lies(place: Place) -> str:
             assert app.state.policy.reload() is True
             liar.lie = None
         until(lambda: applied(sidecar) == str(value), "the policy after the last lie")
+        memory = resident(envoy) - memory
         liar.server.stop()
     stayed = "the last policy stayed each time, Envoy counted each kind as a failure, and the next policy was taken"
-    return f"{len(LIES)} kinds of lies, {liar.told} responses: {stayed}"
+    return f"{len(LIES)} kinds of lies, {liar.told} responses: {stayed}; {memory / 2**20:.0f} MiB more memory"
 
 
 # ----- the command

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from tests.integration.conftest import GENERATE, RENDER
 from tests.integration.sidecars import RunningSidecar, find_envoy, load
+from tests.integration.test_control_plane import open_files, resident
 from tests.integration.upstream import Connection, RecordingUpstream, Request, pairs_of, response
 from tests.integration.wire import TRANSPORTS, Closed, Header, Http1, Http2, connect
 
@@ -216,9 +217,7 @@ class Sample:
 
 
 def sample(front: RunningSidecar) -> Sample:
-    folder = Path(f"/proc/{front.process.pid}")
-    pages = int((folder / "statm").read_text().split()[1])
-    return Sample(pages * 4096, len(list((folder / "fd").iterdir())))
+    return Sample(resident(front.process.pid), open_files(front.process.pid))
 
 
 def thirds(samples: list[Sample]) -> tuple[float, float]:
