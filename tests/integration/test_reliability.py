@@ -23,6 +23,14 @@ def test_a_day_prints_its_figure(envoy: Path, capsys: pytest.CaptureFixture[str]
     assert end == "1 of 1 ok"
 
 
+def test_a_control_plane_that_lies_changes_nothing(envoy: Path) -> None:
+    assert chaos.main(["--only", "control-plane-lies"]) == 0
+
+
+def test_a_thousand_slow_streams_keep_no_other_request_waiting(envoy: Path) -> None:
+    assert chaos.main(["--only", "slow-streams"]) == 0
+
+
 def test_a_day_that_ends_otherwise_fails(
     envoy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -612,11 +612,14 @@ def main(arguments: list[str] | None = None) -> int:
     if envoy is None:
         print(f"chaos: {reason}", file=sys.stderr)
         return 2
-    # 1,000 streams have two descriptors each in this process, and in Envoy.
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit if 0 < limit < 65536 else 65536, limit))
     names = options.only or list(DAYS)
-    failed = [name for name in names if not run(name, envoy)]
+    # 1,000 streams have two descriptors each in this process, and in Envoy.
+    usual, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit if 0 < limit < 65536 else 65536, limit))
+    try:
+        failed = [name for name in names if not run(name, envoy)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (usual, limit))
     print(f"{len(names) - len(failed)} of {len(names)} ok" + (f"; FAILED: {', '.join(failed)}" if failed else ""))
     return int(bool(failed))
 
