@@ -8,6 +8,7 @@ plan          decides everything about one pod's sidecar, or why the pod is not 
 server        which container is vLLM, its role and its port
 traffic       how traffic reaches the sidecar: the modes, and which Services bypass it
 envoy_config  the sidecar's Envoy configuration, as one argument of its container
+compact_yaml  YAML in as few bytes as possible, for that argument
 pod           a pod as the injector reads it
 commands      recognises vLLM servers by their command lines
 annotations   the labels and annotations of the API, and the request that they make

@@ -3,13 +3,13 @@
 The text of its scripts is an environment variable, so that the pod has it once and not for each filter.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-import orjson
-
+from control_plane.injector.compact_yaml import members
 from control_plane.injector.reasons import NotInjectedError, Reason
 from control_plane.policy.model import Policy
 from control_plane.render.bootstrap import bootstrap
@@ -20,7 +20,7 @@ MAX_ARGUMENT_BYTES = 128 * 1024 - 1
 
 
 def container_argument(policy: Policy, placement: Placement, labels: Mapping[str, str]) -> str:
-    """Return the bootstrap as JSON, escaped for a container's arguments.
+    """Return the bootstrap as YAML, escaped for a container's arguments.
 
     Raises:
         NotInjectedError: it does not fit into one argument.
@@ -28,7 +28,7 @@ def container_argument(policy: Policy, placement: Placement, labels: Mapping[str
     # Pods differ in their labels, which are part of the node: all else is rendered once, and memoized.
     node, others = _rendered(_Source(policy.as_json + repr(placement), policy, placement))
     node = {**node, "metadata": {**node["metadata"], "labels": dict(labels)}}
-    argument = verbatim(orjson.dumps({"node": node, **others}).decode())
+    argument = verbatim("{" + ",".join([f"'node': {json.dumps(node, separators=(',', ':'))}", *others]) + "}")
     size = len(argument.encode())
     if size > MAX_ARGUMENT_BYTES:
         raise NotInjectedError(
@@ -54,8 +54,8 @@ class _Source:
 
 
 @lru_cache(maxsize=128)
-def _rendered(source: _Source) -> tuple[Mapping[str, Any], Mapping[str, orjson.Fragment]]:
-    """The bootstrap's node, and its other keys with their values as JSON."""
+def _rendered(source: _Source) -> tuple[Mapping[str, Any], list[str]]:
+    """The bootstrap's node, and its other members as YAML."""
     config = bootstrap(source.policy, source.placement)
     node = config.pop("node")
-    return node, {key: orjson.Fragment(orjson.dumps(value)) for key, value in config.items()}
+    return node, members(config)

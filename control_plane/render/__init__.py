@@ -14,6 +14,7 @@ objects        what Kubernetes objects have in common
 filter         the two Lua filters: their settings, scripts and typed_config
 tokens         how Envoy verifies the tokens of clients
 lua_bundle     joins lua/*.lua and the settings into one script
+lua_packing    a script in half its size, for pods
 placement      where a sidecar stands, and how it is attached to a mesh or gateway
 addresses      how Envoy writes addresses
 templates      fills in the templates in envoy/, and writes YAML

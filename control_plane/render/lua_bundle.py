@@ -13,6 +13,7 @@ from functools import cache
 from typing import Literal
 
 from control_plane.package_data import read_text
+from control_plane.render.lua_packing import self_unpacking
 
 # What each file receives as its `...`. A script consists of its own files and of what they need, in this order.
 _NEEDS: Mapping[str, tuple[str, ...]] = {
@@ -90,7 +91,7 @@ def parts_of(settings: Mapping[str, Setting]) -> frozenset[str]:
 
 @cache
 def library(optional: frozenset[str]) -> str:
-    """Return one text for both filters of an Envoy: a function of the settings and of the script's name.
+    """Return one text for both filters of an Envoy: a function of the settings and of the script's name, packed.
 
     `optional`: the optional files that it has, see `parts_of`.
     """
@@ -104,7 +105,7 @@ def library(optional: frozenset[str]) -> str:
             parts.append(f"local {name}\n")
         else:
             parts.append(_call(name, f"local {name} = "))
-    return _without_comments("\n".join(parts))
+    return self_unpacking(_without_comments("\n".join(parts)))
 
 
 def loader(settings: Mapping[str, Setting], script: Script, variable: str) -> str:

@@ -69,8 +69,8 @@ class Pods:
         self.sidecar = container(self.manifest, "vllm-priority")
         args = expand(self.sidecar["args"], {"POD_NAME": "m-1", "POD_NAMESPACE": "ml"})
         # Other tests use the sidecar's usual ports at the same time.
-        args[1] = args[1].replace('"port_value":19002', f'"port_value":{health}')
-        args[1] = args[1].replace('"port_value":19001', f'"port_value":{admin}')
+        args[1] = args[1].replace("'port_value': 19002", f"'port_value': {health}")
+        args[1] = args[1].replace("'port_value': 19001", f"'port_value': {admin}")
         with (folder / "envoy.log").open("wb") as log:
             self.envoy = subprocess.Popen([envoy, *args], env=environment(self.sidecar), stdout=log, stderr=log)
         self.processes.append(self.envoy)

@@ -5,7 +5,7 @@ from functools import partial
 
 import lupa.luajit21 as luajit
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from control_plane.policy.load import parse_policies
@@ -18,6 +18,7 @@ from control_plane.render.filter import (
     filter_settings,
 )
 from control_plane.render.lua_bundle import Script, Setting, bundle, library, lua_literal
+from control_plane.render.lua_packing import self_unpacking
 from control_plane.vllm import ROLES, Role
 
 
@@ -146,9 +147,45 @@ def test_the_same_policy_makes_the_same_script() -> None:
     assert bundle(filter_settings(one, "render", "mesh")) == bundle(filter_settings(other, "render", "mesh"))
 
 
+def unpacked(script: str) -> str:
+    """What a packed script loads, by running it in LuaJIT."""
+    lua = luajit.LuaRuntime()
+    found: list[str] = []
+
+    def load(text: str, _: str) -> object:
+        found.append(text)
+        return lua.eval("function() end")
+
+    lua.globals().loadstring = load
+    lua.execute(script)
+    return found[0]
+
+
+@given(st.text(st.characters(min_codepoint=10, max_codepoint=126, exclude_characters="!\r"), max_size=300))
+@settings(deadline=None)
+@example("")
+@example("abcde" * 500)
+@example("abcdefgh" + "x" * 9000 + "abcdefgh")
+@example("\n\nlocal a = 1\n")
+def test_a_packed_script_is_the_same_text_once_it_runs(text: str) -> None:
+    assert unpacked(self_unpacking(text)) == text
+
+
+def test_errors_have_the_line_numbers_of_the_text_that_was_packed() -> None:
+    lua = luajit.LuaRuntime()
+    with pytest.raises(luajit.LuaError, match=r"vllm_priority:3: here"):
+        lua.execute(self_unpacking("\n\nerror('here')\n"))
+
+
+@pytest.mark.parametrize("text", ["a!", "a\r\nb", "\u00e9", "]==]"])
+def test_a_text_that_cannot_be_packed_is_rejected(text: str) -> None:
+    with pytest.raises(ValueError, match="a script to pack has no"):
+        self_unpacking(text)
+
+
 @pytest.mark.parametrize("optional", [frozenset(), frozenset({"trust"}), frozenset({"trust", "claims"})])
 def test_the_shared_text_has_no_script_but_those_of_the_two_filters(optional: frozenset[str]) -> None:
     """The script of the polls defines envoy_on_request, too, and would replace the one that edits requests."""
-    text = library(optional)
+    text = unpacked(library(optional))
     assert "token_file" not in text
     assert text.count("function envoy_on_request(") == 2
