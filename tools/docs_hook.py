@@ -1,7 +1,6 @@
 """The hooks of the documentation site, which mkdocs.yml names.
 
-They add the pages that are files of the repository's root, fill in the generated parts of pages, and adapt links to
-files that are not part of the site.
+They add the pages that are files of the repository's root, and adapt links to files that are not part of the site.
 """
 
 import os
@@ -11,8 +10,6 @@ from pathlib import Path, PurePosixPath
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-
-from tools.docs_reference import fill_in
 
 _ROOT = Path(__file__).resolve().parent.parent
 _DOCS = _ROOT / "docs"
@@ -35,8 +32,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Fill in the generated parts of a page, then adapt its links."""
-    return adapt_links(fill_in(markdown), page.file.src_uri)
+    """Adapt the links of a page."""
+    return adapt_links(markdown, page.file.src_uri)
 
 
 def adapt_links(markdown: str, page: str) -> str:

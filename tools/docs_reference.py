@@ -1,9 +1,8 @@
-"""The generated parts of the documentation: tables that are made from the real objects when the site is built.
+"""The generated parts of the documentation: tables that are made from the real objects by `make golden`.
 
-A page marks the place of such a part. Between the two comments stands what readers of the repository see instead:
+A page marks the place of such a part by two comments, and the part stands between them:
 
     <!-- generated: chart_values -->
-    See deploy/chart/values.yaml.
     <!-- /generated -->
 """
 
@@ -13,6 +12,7 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -32,16 +32,27 @@ from control_plane.server.metrics import Metrics
 from control_plane.server.policy_file import PolicyFile
 from tools import build_values
 
-_PLACE = re.compile(r"<!-- generated: (\w+) -->\n.*?<!-- /generated -->\n", re.DOTALL)
+_PLACE = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- /generated -->\n)", re.DOTALL)
+_DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 def fill_in(markdown: str) -> str:
-    """Replace each marked place of a page by the part that it names.
+    """Write into each marked place of a page the part that it names.
 
     Raises:
         KeyError: a place names a part that does not exist.
     """
-    return _PLACE.sub(lambda match: PARTS[match[1]]() + "\n", markdown)
+    return _PLACE.sub(lambda match: f"{match[1]}{PARTS[match[2]]()}{match[3]}", markdown)
+
+
+def pages() -> dict[str, Callable[[], str]]:
+    """Return the pages that have generated parts: path from the repository's root -> the function that returns it."""
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(_DOCS.rglob("*.md"))}
+    return {
+        path.relative_to(_DOCS.parent).as_posix(): partial(fill_in, text)
+        for path, text in texts.items()
+        if _PLACE.search(text)
+    }
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

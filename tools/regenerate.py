@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from tools import build_dashboard, build_values
+from tools import build_dashboard, build_values, docs_reference
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -53,6 +53,7 @@ def shipped_files() -> list[GeneratedFile]:
     return [
         GeneratedFile("deploy/chart/files/dashboard.json", build_dashboard.dashboard),
         GeneratedFile("deploy/chart/values.schema.json", build_values.values_schema_text),
+        *(GeneratedFile(path, produce) for path, produce in docs_reference.pages().items()),
     ]
 
 

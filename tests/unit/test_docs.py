@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 import click
@@ -26,7 +27,7 @@ from control_plane.render.tracing import ATTRIBUTES
 from control_plane.server.fleet import CONFIG_STATUSES
 from tools import build_values
 from tools.docs_hook import ROOT_PAGES, adapt_links
-from tools.docs_reference import PARTS, fill_in
+from tools.docs_reference import PARTS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -34,8 +35,8 @@ WRITTEN = [*PAGES, ROOT / "README.md", *(ROOT / name for name in ROOT_PAGES.valu
 
 
 def page(name: str) -> str:
-    """A page of the site, with its generated parts."""
-    return fill_in((ROOT / "docs" / name).read_text(encoding="utf-8"))
+    """A page of the site."""
+    return (ROOT / "docs" / name).read_text(encoding="utf-8")
 
 
 def leaf_commands(command: click.Command, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], click.Command]:
@@ -132,15 +133,29 @@ def test_the_status_of_a_sidecar_is_explained(status: str) -> None:
     assert f"| {status} |" in page("guides/control-plane.md")
 
 
+def test_the_places_that_newcomers_are_sent_to_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    table = text[text.index("## Where to find what") : text.index("## Decisions")]
+    top = "control_plane|lua|envoy|deploy|tests|tools|docs"
+    places = re.findall(rf"(?<![\w/.])((?:{top})/[\w./-]*\w|(?:{top})/)", table)
+    assert len(places) > 40
+    assert [place for place in places if not (ROOT / place).exists()] == []
+
+
 # ---- What is named exists ------------------------------------------------------------------------------------------
 
 
 def commands_in(text: str) -> Iterator[list[str]]:
     """The words of each vllm-priority command in a page's code blocks, without its name."""
     for block in re.findall(r"^ *```(?:sh|console)\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
-        for part in re.split(r"\n|\||;|&&|\$\(", block.replace("\\\n", " ")):
-            if match := re.match(r"\s*(?:\$ )?vllm-priority (.*)", part):
-                yield shlex.split(match[1], comments=True)
+        for line in block.replace("\\\n", " ").splitlines():
+            if "vllm-priority " in line:
+                lexer = shlex.shlex(line.removeprefix("$ "), posix=True, punctuation_chars="|;&()")
+                lexer.whitespace_split = True
+                for _, group in groupby(lexer, lambda word: word[:1] in set("|;&()")):
+                    name, *words = group
+                    if name == "vllm-priority":
+                        yield words
 
 
 @pytest.mark.parametrize("file", WRITTEN, ids=lambda file: str(file.relative_to(ROOT)))
