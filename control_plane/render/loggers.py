@@ -31,6 +31,7 @@ LOG_FIELDS = {
     "source": _reported("source"),
     "class": _reported("class"),
     "report": _reported("text"),
+    "tenant": f"%DYNAMIC_METADATA({FILTER_NAME}:tenant)%",
     "trusted_by": f"%DYNAMIC_METADATA({FILTER_NAME}:trusted_by)%",
     "peer": "%DOWNSTREAM_DIRECT_REMOTE_ADDRESS_WITHOUT_PORT%",
     "request_id": "%REQ(X-REQUEST-ID):128%",

@@ -29,11 +29,14 @@ Start = Callable[..., RunningSidecar]
 
 @pytest.fixture
 def start(envoy: Path, upstream: RecordingUpstream, tmp_path: Path) -> Iterator[Start]:
-    """start(logged, tracing): a sidecar with these settings, in front of the recording upstream."""
+    """start(logged, tracing, upstream, policy): a sidecar with these settings, in front of the recording upstream."""
     running: list[RunningSidecar] = []
 
     def run(
-        logged: LoggedRequests = "all", tracing: Tracing | None = None, to: Address | None = None
+        logged: LoggedRequests = "all",
+        tracing: Tracing | None = None,
+        to: Address | None = None,
+        policy: str = "{range: {max: 50}}",
     ) -> RunningSidecar:
         class Configured(RunningSidecar):
             def configuration(self, policy: Policy, placement: Placement) -> dict[str, Any]:
@@ -41,7 +44,7 @@ def start(envoy: Path, upstream: RecordingUpstream, tmp_path: Path) -> Iterator[
 
         folder = tmp_path / str(len(running))
         folder.mkdir()
-        running.append(Configured(envoy, folder, "engine", load("{range: {max: 50}}"), to or upstream.address))
+        running.append(Configured(envoy, folder, "engine", load(policy), to or upstream.address))
         return running[-1]
 
     yield run
@@ -85,6 +88,13 @@ def test_an_error_of_the_sidecar_itself_is_a_problem(start: Start, nowhere: Addr
     front = start("problems", to=nowhere)
     assert call(front.address, RENDER, b"{}", priority("5")).status == 503
     assert logged_paths(front, RENDER) == [RENDER]
+
+
+def test_the_log_names_the_tenant_of_a_client(start: Start) -> None:
+    front = start(policy="tenants: {header: x-team, rules: {batch: {default: 10}}}")
+    for number, team in enumerate((b"batch", b"unknown", b"batch, batch")):
+        call(front.address, RENDER, b"{}", (b"x-team", team), (b"x-request-id", b"%d" % number))
+    assert [front.logged_of(str(number))["tenant"] for number in range(3)] == ["batch", None, None]
 
 
 def test_without_a_log_the_metrics_go_on(start: Start) -> None:
