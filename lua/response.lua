@@ -8,8 +8,10 @@ local NAMESPACE, REPORT = report.NAMESPACE, settings.report_header
 
 local response = {}
 
--- Leaves word that the response is to carry this verdict's priority, since the request cannot.
+-- Leaves word that the response is to carry this verdict's priority, since the request cannot. Until there is one, the
+-- outcome is pending: a request whose client goes away is counted, too.
 function response.expect(handle, verdict, route)
+  report.note(handle, "pending", verdict, route)
   handle:streamInfo():dynamicMetadata():set(NAMESPACE, "response", {
     text = verdict.text,
     source = verdict.source,
@@ -106,13 +108,18 @@ function response.finish(handle)
   end
   local headers = handle:headers()
   local noted = metadata.report
-  if noted and (metadata.deferred or noted.outcome == "pending") and headers:get(":status") == "413" then
+  if
+    noted
+    and not metadata.response
+    and (metadata.deferred or noted.outcome == "pending")
+    and headers:get(":status") == "413"
+  then
     -- Envoy's own response, to a body that exceeds its buffer: nothing has reached the server.
     report.tell(handle, "too_large", nil, noted.route)
     handle:streamInfo():dynamicMetadata():set(NAMESPACE, "deferred", false)
     metadata = handle:streamInfo():dynamicMetadata():get(NAMESPACE)
   end
-  if metadata.response and not metadata.report then
+  if metadata.response and (not noted or noted.outcome == "pending") then
     edit(handle, headers, metadata.response)
   elseif metadata.report and not settings.report_by_routes then
     if settings.routes_report then

@@ -9,8 +9,8 @@ from control_plane.render.loggers import COUNTED_BY
 
 from .conftest import GENERATE, MESSAGES, RENDER, SidecarFactory
 from .sidecars import RunningSidecar
-from .upstream import RecordingUpstream
-from .wire import call, priority
+from .upstream import Connection, RecordingUpstream, Request
+from .wire import Http1, call, connect, head_bytes, priority
 
 CLASSES = "{classes: {batch: 50, urgent: -20}, default: 1, limits: {max_body_bytes: 100000}}"
 
@@ -119,3 +119,24 @@ def test_a_sidecar_has_no_series_for_what_did_not_happen(sidecar: SidecarFactory
     assert series(front, "requests") == {}
     clusters = set(re.findall(r'envoy_cluster_name="([^"]*)"', front.get("/stats/prometheus")))
     assert clusters == {"upstream"}
+
+
+def _silent(request: Request, connection: Connection) -> None:
+    """Takes the request and says nothing until the peer goes."""
+    connection.read_body(request)
+    connection.wait_until_gone(request)
+
+
+@pytest.mark.parametrize(("route", "outcome"), [(RENDER, "inserted"), (MESSAGES, "pending")])
+def test_a_request_whose_client_goes_away_is_counted(
+    sidecar: SidecarFactory, upstream: RecordingUpstream, route: str, outcome: str
+) -> None:
+    front = sidecar("engine", CLASSES, fresh=True)
+    upstream.handler = _silent
+    headers = [(b"Host", b"a"), (b"Content-Type", b"application/json"), (b"Content-Length", b"2"), priority("-3")]
+    with connect(front.address, "h1-length") as client:
+        assert isinstance(client, Http1)
+        client.send(head_bytes("POST", route, headers) + b"{}")
+        upstream.wait(1)
+        client.sock.close()
+    assert counted(front, 1) == {labels(route, outcome, "header", "", "-10 to -1"): 1}
