@@ -108,4 +108,6 @@ def doctor(
         click.echo(json.dumps(report.to_json()))
     else:
         Console().print(examination.table(report))
+        for entry in examination.further_help(report):
+            click.echo(f"See {entry}")
     sys.exit(report.exit_status)

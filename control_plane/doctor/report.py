@@ -21,6 +21,14 @@ STYLES: dict[Verdict, str] = {
 
 SERVER_NAMES: dict[Role, str] = {"render": "render server", "engine": "engine"}
 
+TROUBLESHOOTING = "docs/troubleshooting.md"
+_NO_REPORT = "the-sidecar-does-not-report"
+_NOT_APPLIED = "the-sidecar-applied-no-priority"
+_NO_EFFECT = "the-priority-is-applied-and-nothing-changes"
+_ERRORS = "errors"
+TOPICS = (_NO_REPORT, _NOT_APPLIED, _NO_EFFECT, _ERRORS)
+"""Sections of the troubleshooting page to which a row can lead."""
+
 _FAILING: frozenset[Verdict] = frozenset({"lost", "fail"})
 
 
@@ -45,6 +53,20 @@ class Row:
     next_step: str = ""
     evidence: dict[str, Any] = field(default_factory=dict)
     brief: str = ""
+
+    @property
+    def see(self) -> str:
+        """The entry of the troubleshooting page about this result, or an empty string."""
+        if self.verdict == "ok":
+            return ""
+        if self.verdict == "fail":
+            topic = _ERRORS
+        elif self.verdict != "lost" or not (self.check.startswith("/") or self.check.endswith("by the header")):
+            topic = _NO_EFFECT
+        else:
+            report = str(self.evidence.get("applied") or "")
+            topic = _NO_REPORT if not report else _NOT_APPLIED if report.startswith("none") else _NO_EFFECT
+        return f"{TROUBLESHOOTING}#{topic}"
 
 
 @dataclass(frozen=True)
@@ -76,7 +98,7 @@ class Report:
         checks = [
             {
                 "server": row.server, "check": row.check, "verdict": row.verdict, "seen": row.seen,
-                "next_step": row.next_step or None, "evidence": row.evidence,
+                "next_step": row.next_step or None, "see": row.see or None, "evidence": row.evidence,
             }
             for row in self.rows
         ]  # fmt: skip
@@ -104,3 +126,8 @@ def table(report: Report) -> Table:
         shown.add_row(Text(row.check), Text(row.verdict, STYLES[row.verdict]), finding)
         previous = row.next_step
     return shown
+
+
+def further_help(report: Report) -> list[str]:
+    """Return the entries of the troubleshooting page about all results, each once."""
+    return list(dict.fromkeys(row.see for row in report.rows if row.see))

@@ -15,6 +15,7 @@ import yaml
 from pydantic import BaseModel
 
 from control_plane.cli import cli
+from control_plane.doctor.report import TOPICS, TROUBLESHOOTING
 from control_plane.injector import annotations
 from control_plane.injector.reasons import Reason
 from control_plane.policy.fields import Range
@@ -131,6 +132,12 @@ def test_every_generated_part_has_a_place_in_one_page() -> None:
 @pytest.mark.parametrize("status", CONFIG_STATUSES)
 def test_the_status_of_a_sidecar_is_explained(status: str) -> None:
     assert f"| {status} |" in page("guides/control-plane.md")
+
+
+def test_the_doctor_leads_to_sections_of_the_troubleshooting_page() -> None:
+    text = (ROOT / TROUBLESHOOTING).read_text(encoding="utf-8")
+    sections = {heading.lower().replace(" ", "-") for heading in re.findall(r"^## (.*)$", text, re.MULTILINE)}
+    assert set(TOPICS) <= sections
 
 
 def test_the_places_that_newcomers_are_sent_to_exist() -> None:

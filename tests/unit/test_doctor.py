@@ -130,6 +130,27 @@ def test_the_advice_for_a_lost_header_follows_from_the_sidecars_report(report: s
     assert advice in server.advice_for_lost_header(report)
 
 
+@pytest.mark.parametrize(
+    ("check", "verdict", "evidence", "topic"),
+    [
+        (RENDER_ROUTES[0], "ok", {}, ""),
+        (RENDER_ROUTES[0], "lost", {}, "the-sidecar-does-not-report"),
+        (RENDER_ROUTES[0], "lost", {"applied": "none; outcome=absent"}, "the-sidecar-applied-no-priority"),
+        (RENDER_ROUTES[0], "lost", {"applied": "5; source=body; outcome=kept"}, "the-priority-is-applied-and-nothing"),
+        ("order, by the header", "lost", {"applied": None}, "the-sidecar-does-not-report"),
+        ("order, by the body", "lost", {}, "the-priority-is-applied-and-nothing-changes"),
+        ("scheduling policy", "lost", {"policy": "fcfs"}, "the-priority-is-applied-and-nothing-changes"),
+        ("reachable", "fail", {}, "errors"),
+    ],
+)
+def test_each_result_leads_to_its_entry_of_the_troubleshooting_page(
+    check: str, verdict: Verdict, evidence: dict[str, Any], topic: str
+) -> None:
+    found = Row("engine", check, verdict, "Seen.", evidence=evidence).see
+    assert found.startswith(f"docs/troubleshooting.md#{topic}" if topic else "")
+    assert bool(found) == bool(topic)
+
+
 def test_a_lost_priority_gives_exit_status_1(fault: Report) -> None:
     assert fault.exit_status == 1
     assert fault.summary.startswith("A priority is lost: ")
