@@ -42,6 +42,8 @@ def cli(context: click.Context) -> None:
 
 
 for command in (completion, config, demo, doctor, explain_command, inject, run, serve, validate, version, watch):
+    # click caches a command's --help with the options of whichever context asked for it first.
+    command.context_settings.update(_CONTEXT)
     cli.add_command(command)
 
 

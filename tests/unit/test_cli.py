@@ -122,6 +122,13 @@ def test_help_has_examples_that_the_command_line_accepts(name: str, capsys: pyte
 
 
 @pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_has_the_same_help_on_its_own(name: str) -> None:
+    alone = cli.commands[name]
+    found = alone.get_help_option(click.Context(alone, **alone.context_settings))
+    assert found and found.opts == ["-h", "--help"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_says_what_it_is_for(name: str) -> None:
     silent = [
         parameter.name
