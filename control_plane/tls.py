@@ -62,8 +62,8 @@ def to_server(trust: ServerTrust) -> dict[str, Any]:
 class ListenerTls:
     """How a sidecar serves TLS: the paths of the files with its secrets.
 
-    certificate: of a file with `certificate_secret`. client_ca: of one with `client_ca_secret`, which clients'
-    certificates are verified by. None: clients need no certificate.
+    certificate: of a file with `certificate_secret` or `certificate_files_secret`. client_ca: of one with
+    `client_ca_secret`, which clients' certificates are verified by. None: clients need no certificate.
     """
 
     certificate: str
@@ -78,6 +78,19 @@ def certificate_secret(chain: str, key: str) -> dict[str, Any]:
         key: the path of its key, which is not copied.
     """
     return _secret("tls_certificate", {"certificate_chain": {"inline_string": chain}, "private_key": {"filename": key}})
+
+
+def certificate_files_secret(chain: str, key: str, folder: str) -> dict[str, Any]:
+    """Return what Envoy reads of a listener's certificate that other processes keep up to date.
+
+    Args:
+        chain: the path of the certificate and its chain.
+        key: the path of its key.
+        folder: Envoy reads both files again when something is moved into this folder, as the kubelet does to volumes
+            (`watched_directory` in Envoy's `TlsCertificate`).
+    """
+    certificate = {"certificate_chain": {"filename": chain}, "private_key": {"filename": key}}
+    return _secret("tls_certificate", {**certificate, "watched_directory": {"path": folder}})
 
 
 def client_ca_secret(ca: str) -> dict[str, Any]:

@@ -55,7 +55,10 @@ ORIGINAL = PREFIX + "original"
 """Only from `vllm-priority inject`, if it had to change a manifest's layout: the original manifest, compressed."""
 STATUS = PREFIX + "status"
 """Written by the injector: what was done to the pod and what it warns of, with the codes. It is for people to read."""
-WRITTEN_ANNOTATIONS = (INJECTED, ORIGINAL, STATUS)
+CERTIFICATE = PREFIX + "certificate"
+"""Written by the injector, for the sidecar's Envoy: the paths of the certificate and the key with which vLLM serves
+HTTPS, as JSON."""
+WRITTEN_ANNOTATIONS = (INJECTED, ORIGINAL, STATUS, CERTIFICATE)
 
 MIN_LISTEN_PORT = 1024
 """The sidecar runs without privileges, so it cannot listen on a port below."""

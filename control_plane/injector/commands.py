@@ -280,7 +280,17 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=")
 
 def _script_commands(script: Word, environment: Environment) -> list[tuple[Word, ...]] | None:
     """The commands of a shell script. None: its syntax is beyond this reader, for example a here-document."""
-    text, at = script.raw, 0
+    return _read_script(script, script.raw, range(len(script.raw)), environment)
+
+
+def _read_script(
+    script: Word, text: str, positions: Sequence[int], environment: Environment
+) -> list[tuple[Word, ...]] | None:
+    """The commands of a text: the script, or what `eval` makes of a part of it.
+
+    positions: of each character of the text in the script.
+    """
+    at = 0
     commands: list[list[Word]] = [[]]
     known = dict(environment)
     is_target = False
@@ -289,20 +299,63 @@ def _script_commands(script: Word, environment: Environment) -> list[tuple[Word,
         if token is None:
             return None
         if token.lastgroup == "word":
-            raw = token["word"]
+            raw, start = token["word"], positions[at]
+            if script.raw[start : positions[token.end() - 1] + 1] != raw:
+                return None  # Quotes run through the word, so it cannot be replaced.
             literal = _QUOTED.sub(lambda found: found[1] or found[2] or found[3] or "", raw)
             if assigned := _ASSIGNMENT.match(raw):
                 known[assigned[1]] = None
             if not is_target:
                 value = _replaced(literal, _SHELL_VARIABLE, known)
-                commands[-1].append(Word(raw, literal, value, script.field, script.index, at))
+                commands[-1].append(Word(raw, literal, value, script.field, script.index, start))
             is_target = False
         elif token.lastgroup == "redirection":
             is_target = "&" not in token["redirection"].lstrip("&")
         elif token.lastgroup == "end":
             commands.append([])
         at = token.end()
-    return [tuple(words) for words in commands if words]
+    found: list[tuple[Word, ...]] = []
+    for words in commands:
+        name = next((at for at, word in enumerate(words) if word.literal not in _RESERVED), 0)
+        if words and words[name].literal == "eval":
+            evaluated = _read_script(script, *_evaluated(words[name + 1 :]), known)
+            if evaluated is None:
+                return None
+            found += evaluated
+        elif words:
+            found.append(tuple(words))
+    return found
+
+
+_QUOTE_PART = re.compile(r"""'(?P<single>[^']*)'|"(?P<double>(?:\\.|[^"\\])*)"|(?P<bare>\\.|[^'"\\])""", re.DOTALL)
+_PLAIN = re.compile(r"(?P<escaped>(?!))|(?P<plain>.)", re.DOTALL)
+_ESCAPED = re.compile(r"\\(?P<escaped>.)|(?P<plain>.)", re.DOTALL)
+_ESCAPED_IN_QUOTES = re.compile(r"""\\(?P<escaped>[$`"\\\n])|(?P<plain>.)""", re.DOTALL)
+
+
+def _evaluated(words: Sequence[Word]) -> tuple[str, list[int]]:
+    """The text that `eval` reads, its arguments without their quotes, and the position of each character in the script.
+
+    An escaped character has the position of its backslash, so a word with one never looks like the script's own text.
+    """
+    characters: list[str] = []
+    positions: list[int] = []
+
+    def add(pattern: re.Pattern[str], text: str, start: int) -> None:
+        for found in pattern.finditer(text):
+            character = found["escaped"] or found["plain"]
+            if found["escaped"] != "\n":  # A line that continues
+                characters.append(character)
+                positions.append(start + found.start())
+
+    for word in words:
+        for part in _QUOTE_PART.finditer(word.raw):
+            kind = part.lastgroup or "bare"
+            pattern = {"single": _PLAIN, "double": _ESCAPED_IN_QUOTES, "bare": _ESCAPED}[kind]
+            add(pattern, part[kind], (word.start or 0) + part.start(kind))
+        characters.append(" ")
+        positions.append(0)
+    return "".join(characters), positions
 
 
 def _replaced(text: str, variable: re.Pattern[str], environment: Environment) -> str | None:

@@ -30,7 +30,7 @@ from control_plane.injector.annotations import (
     InjectionRecord,
 )
 from control_plane.injector.json_patch import apply_in_place, replace_in_place
-from control_plane.injector.plan import CONTAINER, REDIRECT_CONTAINER, TOKEN_VOLUME
+from control_plane.injector.plan import CERTIFICATE_VOLUME, CONTAINER, REDIRECT_CONTAINER, TOKEN_VOLUME
 from control_plane.injector.pod import Container, Pod, read
 from control_plane.injector.pod_patch import PORT_PATHS
 from control_plane.injector.reasons import Reason, not_injected
@@ -350,10 +350,10 @@ def _take_out(template: Tree) -> None:
                 del containers[index]
         if key in record.created and key in spec and not spec[key]:
             del spec[key]
-    for index, volume in enumerate(spec.get("volumes") or ()):
-        if volume["name"] == TOKEN_VOLUME:
-            del spec["volumes"][index]
-            break
+    volumes = spec.get("volumes") or []
+    for index in range(len(volumes) - 1, -1, -1):
+        if volumes[index]["name"] in (TOKEN_VOLUME, CERTIFICATE_VOLUME):
+            del volumes[index]
     if "volumes" in record.created and "volumes" in spec and not spec["volumes"]:
         del spec["volumes"]
     for container in spec["containers"]:

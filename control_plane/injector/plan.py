@@ -1,6 +1,7 @@
 """Decides everything about one pod's sidecar, or why the pod is not injected. Pure: nothing is changed here."""
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -8,7 +9,7 @@ from control_plane.address import Address
 from control_plane.injector.annotations import LISTEN_PORT, MODE, NATIVE, POLICY, InjectionRequest, Mode
 from control_plane.injector.commands import Edit
 from control_plane.injector.envoy_config import container_argument
-from control_plane.injector.pod import Pod, Spec
+from control_plane.injector.pod import Mount, Pod, Spec
 from control_plane.injector.reasons import NotInjectedError, Reason, WarningCode, Warnings, warn
 from control_plane.injector.resources import Quantity, ResourceRequirements, guaranteed
 from control_plane.injector.server import Server, find_server
@@ -17,6 +18,7 @@ from control_plane.injector.traffic import Services, Traffic, direct_traffic, re
 from control_plane.policy.model import Policies, Policy
 from control_plane.render.filter import environment
 from control_plane.render.placement import DEFAULT_ADMIN, DEFAULT_LISTEN, MAX_LABELS, Drain, Placement
+from control_plane.tls import ListenerTls, ServerTrust, certificate_files_secret
 from control_plane.vllm import Role
 
 CONTAINER = "vllm-priority"
@@ -28,6 +30,11 @@ TOKEN_VOLUME = "vllm-priority-token"
 """The name of the volume with the token that the sidecar's polls carry."""
 TOKEN_FOLDER = "/var/run/secrets/vllm-priority"
 """Where the sidecar's container has that volume."""
+
+CERTIFICATE_VOLUME = "vllm-priority-certificate"
+"""The name of the volume with the value of the annotation `certificate`, which Envoy needs as a file."""
+CERTIFICATE_FILE = "/etc/vllm-priority/certificate.json"
+"""Where the sidecar's container has that value."""
 
 HEALTH_PORT = 19002
 """The port of the sidecar's health listener, or the next free one."""
@@ -52,7 +59,8 @@ class Plan:
     taken_name: the port name that moves to the sidecar, None where none does. config: the Envoy bootstrap as a
     container's argument. environment: what it reads of its environment. server_sleep_seconds: vLLM's preStop sleep, 0
     for none. drain_path: what the sidecar's preStop hook requests of the health listener. token_audience: of the token
-    for its polls, None for none.
+    for its polls, None for none. certificate, certificate_mounts: the value of the annotation `certificate`, and the
+    volumes with the files that it names, if vLLM serves HTTPS.
     """
 
     server_index: int
@@ -76,6 +84,8 @@ class Plan:
     server_sleep_seconds: int
     drain_path: str
     token_audience: str | None
+    certificate: str | None
+    certificate_mounts: tuple[Mount, ...]
 
 
 def make_plan(
@@ -143,6 +153,8 @@ def make_plan(
         server_sleep_seconds=settings.drain_seconds if can_sleep and 0 < settings.drain_seconds < grace_seconds else 0,
         drain_path=Drain(token).path,
         token_audience=settings.token_audience,
+        certificate=_certificate(server),
+        certificate_mounts=server.tls.mounts if server.tls else (),
     )
     sleep_warnings: Warnings = ()
     if not can_sleep:
@@ -230,6 +242,14 @@ def _edits(server: Server, port: int) -> list[Edit]:
     return [edit for edits in by_server for edit in edits]
 
 
+def _certificate(server: Server) -> str | None:
+    """What the sidecar's Envoy reads of vLLM's certificate, as JSON."""
+    if server.tls is None:
+        return None
+    secret = certificate_files_secret(server.tls.certificate, server.tls.key, server.tls.folder)
+    return json.dumps(secret, separators=(",", ":"))
+
+
 def _free(wanted: int, used: set[int]) -> int:
     return next(port for port in range(wanted, 65536) if port not in used)
 
@@ -254,6 +274,9 @@ def _config(
         role=server.role,
         listen=Address(settings.listen_host, ports.listen),
         upstream=Address("127.0.0.1", ports.upstream),
+        # On the loopback interface, only vLLM or another container of the pod can respond.
+        upstream_trust=ServerTrust(None, "127.0.0.1") if server.tls else None,
+        listen_tls=ListenerTls(CERTIFICATE_FILE, None) if server.tls else None,
         admin=Address("127.0.0.1", ports.admin),
         health=Address(settings.listen_host, ports.health),
         control_plane=settings.control_plane,

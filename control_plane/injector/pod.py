@@ -51,6 +51,15 @@ class Resources(Partial):
     limits: Mapping[str, str | int | float] | None = None
 
 
+class Mount(Partial):
+    """Where a container has a volume."""
+
+    name: Name
+    mountPath: str  # noqa: N815 (Kubernetes' names)
+    subPath: str | None = None  # noqa: N815
+    subPathExpr: str | None = None  # noqa: N815
+
+
 class Container(Partial):
     """A container, and what its command line says of it."""
 
@@ -62,7 +71,8 @@ class Container(Partial):
     """Not validated, as the probes are not: what is not as Kubernetes writes it is skipped."""
     ports: list[Port] | None = None
     resources: Resources | None = None
-    livenessProbe: Any = None  # noqa: N815 (Kubernetes' names)
+    volumeMounts: list[Mount] | None = None  # noqa: N815 (Kubernetes' names)
+    livenessProbe: Any = None  # noqa: N815
     readinessProbe: Any = None  # noqa: N815
     startupProbe: Any = None  # noqa: N815
 
@@ -148,11 +158,34 @@ class Spec(Partial):
     restartPolicy: str | None = None  # noqa: N815
     terminationGracePeriodSeconds: int | None = None  # noqa: N815
     os: Os | None = None
+    securityContext: Any = None  # noqa: N815
+    volumes: Any = None
+    """Not validated: what is not as Kubernetes writes it is skipped."""
 
     @property
     def all_containers(self) -> list[Container]:
         """Containers, then init containers: the order in which Kubernetes looks up a Service's port name."""
         return [*self.containers, *(self.initContainers or ())]
+
+    def can_read(self, volume: str) -> bool:
+        """Return whether any user of the pod can read the files of a volume, as far as the spec says.
+
+        By default they can. A Secret's or a ConfigMap's `defaultMode` can forbid it, and with `fsGroup` the kubelet
+        makes the files readable for the group that all containers of the pod belong to.
+        """
+        if isinstance(self.securityContext, dict) and self.securityContext.get("fsGroup") is not None:
+            return True
+        modes = [source.get("defaultMode") for source in self._sources(volume).values()]
+        return all(mode & 0o004 for mode in modes if isinstance(mode, int))
+
+    def is_projected(self, volume: str) -> bool:
+        """Return whether the kubelet writes the files of a volume, from a Secret for example."""
+        return any(kind in self._sources(volume) for kind in ("secret", "configMap", "projected", "downwardAPI"))
+
+    def _sources(self, volume: str) -> Mapping[str, Mapping[str, Any]]:
+        volumes = self.volumes if isinstance(self.volumes, list) else []
+        found = next((entry for entry in volumes if isinstance(entry, dict) and entry.get("name") == volume), {})
+        return {kind: source for kind, source in found.items() if isinstance(source, dict)}
 
     @property
     def is_guaranteed(self) -> bool:

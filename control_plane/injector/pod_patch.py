@@ -1,12 +1,21 @@
 """A plan for a pod -> the pod with its sidecar. plan.py does the deciding."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import PurePosixPath
 from typing import Any
 
-from control_plane.injector.annotations import INJECTED, CommandEdit, InjectionRecord
+from control_plane.injector.annotations import CERTIFICATE, INJECTED, CommandEdit, InjectionRecord
 from control_plane.injector.commands import apply_edits
 from control_plane.injector.envoy_config import verbatim
-from control_plane.injector.plan import CONTAINER, REDIRECT_CONTAINER, TOKEN_FOLDER, TOKEN_VOLUME, Plan
+from control_plane.injector.plan import (
+    CERTIFICATE_FILE,
+    CERTIFICATE_VOLUME,
+    CONTAINER,
+    REDIRECT_CONTAINER,
+    TOKEN_FOLDER,
+    TOKEN_VOLUME,
+    Plan,
+)
 from control_plane.injector.pod import Pod
 
 CONFIG_OPTION = "--config-yaml"
@@ -41,6 +50,8 @@ def with_sidecar(pod: Mapping[str, Any], typed: Pod, plan: Plan) -> dict[str, An
     volumes = list(spec.get("volumes") or ())
     if plan.token_audience:
         volumes.append(_token_volume(plan.token_audience))
+    if plan.certificate:
+        volumes.append(_certificate_volume())
     edited = {edit.field for edit in plan.edits}
     created = [
         *(["metadata"] if pod.get("metadata") is None else []),
@@ -49,10 +60,12 @@ def with_sidecar(pod: Mapping[str, Any], typed: Pod, plan: Plan) -> dict[str, An
         *(["volumes"] if volumes and spec.get("volumes") is None else []),
         *(["args"] if spec["containers"][plan.server_index].get("args") is None and "args" in edited else []),
     ]
-    value = record.model_copy(update={"created": tuple(created)}).to_json()
+    written = {INJECTED: record.model_copy(update={"created": tuple(created)}).to_json()}
+    if plan.certificate:
+        written[CERTIFICATE] = plan.certificate
     return {
         **pod,
-        "metadata": {**metadata, "annotations": {**(metadata.get("annotations") or {}), INJECTED: value}},
+        "metadata": {**metadata, "annotations": {**(metadata.get("annotations") or {}), **written}},
         "spec": {
             **spec,
             "containers": containers,
@@ -180,11 +193,28 @@ def _sidecar_container(plan: Plan) -> dict[str, Any]:
             **({} if plan.uid is None else {"runAsUser": plan.uid, "runAsGroup": plan.uid}),
         },
     }
+    if mounts := _mounts(plan):
+        container["volumeMounts"] = mounts
     # The kubelet runs this hook, native sidecars' too, as soon as the pod begins to stop, beside vLLM's own.
-    if plan.token_audience:
-        container["volumeMounts"] = [{"name": TOKEN_VOLUME, "mountPath": TOKEN_FOLDER, "readOnly": True}]
     container["lifecycle"] = {"preStop": {"httpGet": {"path": plan.drain_path, "port": plan.health}}}
     return container
+
+
+def _mounts(plan: Plan) -> list[dict[str, Any]]:
+    mounts = [{"name": TOKEN_VOLUME, "mountPath": TOKEN_FOLDER}] if plan.token_audience else []
+    if plan.certificate:
+        mounts.append({"name": CERTIFICATE_VOLUME, "mountPath": str(PurePosixPath(CERTIFICATE_FILE).parent)})
+    for mount in plan.certificate_mounts:
+        sub_path = {"subPath": mount.subPath} if mount.subPath else {}
+        mounts.append({"name": mount.name, "mountPath": mount.mountPath, **sub_path})
+    return [{**mount, "readOnly": True} for mount in mounts]
+
+
+def _certificate_volume() -> dict[str, Any]:
+    """Envoy reads a listener's certificate again after a change only if a file names the certificate's files."""
+    field = {"apiVersion": "v1", "fieldPath": f"metadata.annotations['{CERTIFICATE}']"}
+    item = {"path": PurePosixPath(CERTIFICATE_FILE).name, "fieldRef": field}
+    return {"name": CERTIFICATE_VOLUME, "downwardAPI": {"items": [item]}}
 
 
 def _token_volume(audience: str) -> dict[str, Any]:

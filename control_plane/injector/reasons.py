@@ -39,7 +39,9 @@ class Reason(Enum):
         "LeaderUnknown", True, "The command starts a server in one pod and headless workers in others.",
     )  # fmt: skip
     NOT_HTTP = "NotHttp", True, "The server speaks gRPC, or listens on a Unix socket."
-    UPSTREAM_TLS = "UpstreamTls", True, "vLLM serves HTTPS (`--ssl-certfile`), and the sidecar sends plain HTTP to it."
+    UPSTREAM_TLS = (
+        "UpstreamTls", True, "vLLM serves HTTPS, and the sidecar cannot do the same with vLLM's certificate.",
+    )  # fmt: skip
     PORT_UNKNOWN = "PortUnknown", True, "The pod does not say on which port vLLM listens."
     PORT_IN_USE = "PortInUse", True, "The annotation `listen-port` names a port that the pod uses already."
     PORT_NAME_NOT_UNIQUE = (
@@ -109,6 +111,8 @@ class WarningCode(StrEnum):
     """The sidecar is native, and the version of Kubernetes is not known."""
     NO_SLEEP_HOOK = "NoSleepHook"
     """This Kubernetes has no preStop sleep: requests may be lost when the pod stops."""
+    LOOPBACK_TLS = "LoopbackTls"
+    """vLLM serves HTTPS: so does the sidecar, which does not verify vLLM's certificate inside the pod."""
     LABEL_NOT_ON_TEMPLATE = "LabelNotOnTemplate"
     """The label is on a Deployment or another workload, but not on its pod template, so its pods get no sidecar."""
     NOT_INJECTED = "NotInjected"

@@ -3,10 +3,11 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 
 from control_plane.injector.annotations import ROLE, UPSTREAM_PORT, InjectionRequest
 from control_plane.injector.commands import Invocation
-from control_plane.injector.pod import Container, Pod, Port
+from control_plane.injector.pod import Container, Mount, Pod, Port, Spec
 from control_plane.injector.reasons import NotInjectedError, Reason, WarningCode, Warnings, warn
 from control_plane.vllm import DEFAULT_PORT, Role
 
@@ -17,12 +18,26 @@ _ROLE_IN_WORDS: Mapping[Role, str] = {"render": "a render server", "engine": "an
 
 
 @dataclass(frozen=True)
+class ServerTls:
+    """With what a vLLM server serves HTTPS.
+
+    certificate, key: the paths of the files, in one folder. The certificate's may contain the key, too. mounts: the
+    volumes of vLLM's container that contain them. folder: into which a new version of them is moved.
+    """
+
+    certificate: str
+    key: str
+    mounts: tuple[Mount, ...]
+    folder: str
+
+
+@dataclass(frozen=True)
 class Server:
     """The vLLM server of a pod.
 
     index: of its container in `spec.containers`. declared: the port that the container declares for it, None where it
     declares none. port: the port on which vLLM listens. invocations: the parts of the command line that start it, empty
-    where they are not known.
+    where they are not known. tls: None if it serves plain HTTP.
     """
 
     index: int
@@ -31,6 +46,7 @@ class Server:
     declared: Port | None
     port: int
     invocations: Sequence[Invocation]
+    tls: ServerTls | None
 
     @property
     def root_path(self) -> str | None:
@@ -52,10 +68,11 @@ def find_server(pod: Pod, request: InjectionRequest) -> tuple[Server, Warnings]:
     _check_kind(container, pod.labels)
     role, role_warnings = _role(container, request.role)
     port, port_warnings = _port(container, request.upstream_port)
-    _check_plain_http(container, port)
+    tls, tls_warnings = _tls(container, port, pod.spec)
     declared = next((entry for entry in container.tcp_ports if entry.containerPort == port), None)
     starts = [start for start in container.servers if (_listens_on(start) or port) == port]
-    return Server(index, container, role, declared, port, starts), role_warnings + port_warnings
+    server = Server(index, container, role, declared, port, starts, tls)
+    return server, role_warnings + port_warnings + tls_warnings
 
 
 def _server_index(containers: Sequence[Container], requested_port: int | None) -> int:
@@ -90,6 +107,9 @@ def _check_kind(container: Container, labels: Mapping[str, str]) -> None:
     kinds = {start.kind for start in container.starts}
     name = f"container {container.name!r}"
     headless = NotInjectedError(Reason.SERVES_NOTHING, f"{name} is a headless worker, which serves no HTTP.")
+    if any(start.has("uds") for start in container.servers):
+        detail = f"{name} listens on a Unix socket (--uds). Let it listen on a port."
+        raise NotInjectedError(Reason.NOT_HTTP, detail)
     if "http" in kinds:
         if "headless" not in kinds or labels.get(WORKER_INDEX) == "0":
             return
@@ -108,18 +128,71 @@ def _check_kind(container: Container, labels: Mapping[str, str]) -> None:
         raise NotInjectedError(Reason.NOT_HTTP, f"{name} serves gRPC, and the sidecar edits HTTP requests only.")
 
 
-def _check_plain_http(container: Container, port: int) -> None:
-    if any(start.has("uds") for start in container.servers):
-        detail = f"container {container.name!r} listens on a Unix socket (--uds). Let it listen on a port."
-        raise NotInjectedError(Reason.NOT_HTTP, detail)
-    options = any(start.has("ssl-certfile", "ssl-keyfile") for start in container.servers)
-    if options or any(probed == port and https for probed, https in container.http_probes):
-        why = "its command has --ssl-certfile or --ssl-keyfile" if options else "its probe has the scheme HTTPS"
-        raise NotInjectedError(
-            Reason.UPSTREAM_TLS,
-            f"container {container.name!r} serves HTTPS: {why}. The sidecar sends plain HTTP to vLLM. Let vLLM serve"
-            " plain HTTP.",
+# ---- HTTPS ---------------------------------------------------------------------------------------------------------
+
+
+def _tls(container: Container, port: int, spec: Spec) -> tuple[ServerTls | None, Warnings]:
+    """With what the server serves HTTPS, so that the sidecar can do the same.
+
+    vLLM's options are those of uvicorn (vllm/entrypoints/openai/cli_args.py).
+    """
+    name = f"container {container.name!r}"
+    if not any(start.has("ssl-certfile") for start in container.servers):
+        if any(start.has("ssl-keyfile") for start in container.servers) or any(
+            probed == port and https for probed, https in container.http_probes
+        ):
+            raise _no_tls(
+                f"{name} serves HTTPS, and its command does not say with which certificate.",
+                "Name it in the container's command or args, with --ssl-certfile and --ssl-keyfile",
+            )
+        return None, ()
+    for start in container.servers:
+        if start.has("ssl-cert-reqs") and start.value("ssl-cert-reqs") != "0":
+            cure = "Let vLLM accept clients without one"
+            raise _no_tls(f"{name} requires client certificates (--ssl-cert-reqs), and the sidecar has none.", cure)
+    found = {(start.value("ssl-certfile"), start.value("ssl-keyfile")) for start in container.servers}
+    certificate, key = found.pop()
+    if found or certificate is None or (key is None and container.servers[0].has("ssl-keyfile")):
+        cure = "Write the path into the command"
+        raise _no_tls(f"the value of --ssl-certfile or --ssl-keyfile of {name} is not certain.", cure)
+    key = certificate if key is None else key
+    if PurePosixPath(certificate).parent != PurePosixPath(key).parent:
+        # Envoy watches one folder. With two, it could see a new certificate before its key.
+        raise _no_tls(f"{name} has its certificate and its key in two folders.", "Use one folder for both")
+    mounts = tuple(dict.fromkeys(_mount_of(path, container, spec) for path in (certificate, key)))
+    message = (
+        f"{name} serves HTTPS, so the sidecar does, too, with the same certificate."
+        " Inside the pod it does not verify vLLM's certificate."
+    )
+    folder = str(PurePosixPath(certificate).parent)
+    if spec.is_projected(mounts[0].name) and not mounts[0].subPath:
+        folder = mounts[0].mountPath  # There the kubelet moves a new version of the volume.
+    return ServerTls(certificate, key, mounts, folder), warn(WarningCode.LOOPBACK_TLS, message)
+
+
+def _mount_of(path: str, container: Container, spec: Spec) -> Mount:
+    """The mount that contains a file of vLLM's container. Raise if the sidecar cannot have it."""
+    name = f"container {container.name!r}"
+    parents = (PurePosixPath(path), *PurePosixPath(path).parents)
+    mounts = [mount for mount in container.volumeMounts or () if PurePosixPath(mount.mountPath) in parents]
+    if not mounts or ".." in parents[0].parts:
+        raise _no_tls(f"the file {path} of {name} is not in a volume.", "Mount it from one")
+    mount = max(mounts, key=lambda mount: len(PurePosixPath(mount.mountPath).parts))
+    if mount.subPathExpr:
+        raise _no_tls(f"the volume with {path} is mounted with a subPathExpr in {name}.", "Mount it without one")
+    if not spec.can_read(mount.name):
+        cure = (
+            f"Set fsGroup in the pod's securityContext, or a defaultMode that others can read in volume {mount.name!r}"
         )
+        raise _no_tls(f"only root can read {path} in {name}, and the sidecar is not root.", cure)
+    return mount
+
+
+def _no_tls(why: str, cure: str) -> NotInjectedError:
+    return NotInjectedError(Reason.UPSTREAM_TLS, f"{why} {cure}, or let vLLM serve plain HTTP.")
+
+
+# ---- Role and port -------------------------------------------------------------------------------------------------
 
 
 def _role(container: Container, requested: Role | None) -> tuple[Role, Warnings]:

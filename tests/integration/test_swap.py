@@ -71,12 +71,12 @@ COMMANDS: dict[str, dict[str, Any]] = {
 class Pod:
     """An injected pod whose containers run as processes. `port` is the one that vLLM had before."""
 
-    def __init__(self, envoy: Path, folder: Path, changes: dict[str, Any]) -> None:
+    def __init__(self, envoy: Path, folder: Path, changes: dict[str, Any], **spec: Any) -> None:
         self.port, vllm, health, admin = free_ports(4)
         changed = json.loads(json.dumps(changes).replace("{port}", str(self.port)))
         app = {"name": "vllm", "image": "x/y", "ports": [{"name": "api", "containerPort": self.port}], **changed}
         metadata = {"name": "m-1", "annotations": {"vllm-priority.io/role": "engine"}}
-        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": [app]}}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"containers": [app], **spec}}
         mutation = mutate(pod, Policies(), InjectorSettings(kubernetes_version="1.35", concurrency=1))
         # Other tests use the usual ports at the same time.
         text = json.dumps(mutation.pod)

@@ -35,7 +35,7 @@ EXPECTED: Mapping[str, Sequence[tuple[str, str, int, int | None] | str]] = {
     "host-port": [("swap", "engine", 18001, 8000)],
     "https-probe": ["UpstreamTls"],
     "kserve-inference-service-pod": [("swap", "engine", 18001, 8080)],
-    "kserve-llm-inference-service-tls": ["UpstreamTls"],
+    "kserve-llm-inference-service-tls": [("swap", "engine", 18001, 8000)],
     "kuberay-cluster": [("swap", "engine", 18001, 8000)],
     "launch-render": [("swap", "render", 18000, 8000)],
     "launch-tokens": [("swap", "engine", 18001, 8000)],
@@ -61,6 +61,15 @@ EXPECTED: Mapping[str, Sequence[tuple[str, str, int, int | None] | str]] = {
     "shell-nested": [("takeover", "engine", 8000, None)],
     "shell-wrapped": [("swap", "engine", 18001, 8080)],
     "stateful-set": [("swap", "engine", 18001, 8000)],
+    "tls-group": [("swap", "engine", 18001, 8000)],
+    "tls-in-image": ["UpstreamTls"],
+    "tls-items": [("swap", "engine", 18001, 8000)],
+    "tls-mutual": ["UpstreamTls"],
+    "tls-one-file": [("swap", "engine", 18001, 8000)],
+    "tls-root-only": ["UpstreamTls"],
+    "tls-secret": [("swap", "engine", 18001, 8000)],
+    "tls-sub-path": [("swap", "engine", 18001, 8000)],
+    "tls-two-folders": ["UpstreamTls"],
     "two-servers": ["PortUnknown"],
     "unix-socket": ["NotHttp"],
     "unknown-command": [("takeover", "engine", 8080, None)],
@@ -72,11 +81,17 @@ EXPECTED: Mapping[str, Sequence[tuple[str, str, int, int | None] | str]] = {
 # file -> what its injection warns of, beside a guessed role
 WARNINGS = {
     "aibrix-storm-service": ["PortGuessed"],
+    "kserve-llm-inference-service-tls": ["LoopbackTls"],
     "low-port": ["NumericTargetsBypass"],
     "numeric-targets": ["PortGuessed"],
     "serving-job": ["PortGuessed"],
     "several-ports-per-server": ["NumericTargetsBypass"],
     "shell-nested": ["NumericTargetsBypass"],
+    "tls-group": ["LoopbackTls"],
+    "tls-one-file": ["LoopbackTls"],
+    "tls-items": ["LoopbackTls"],
+    "tls-secret": ["LoopbackTls"],
+    "tls-sub-path": ["LoopbackTls"],
     "unknown-command": ["NumericTargetsBypass", "NeighborBypasses"],
 }
 
@@ -168,6 +183,63 @@ def test_the_new_port_is_not_one_that_the_pod_names_elsewhere() -> None:
     written = injected("      command: [vllm, serve, m]\n      env: [{name: KV, value: 'tcp://0.0.0.0:18001'}]")
     (record, *_) = found(list(yaml.safe_load_all(written)), "vllm-priority.io/injected")
     assert json.loads(record)["upstreamPort"] == 18002
+
+
+@pytest.mark.parametrize(
+    ("script", "changed"),
+    [
+        ("eval 'vllm serve m'", "eval 'vllm serve m --port 18001'"),
+        ('eval "vllm serve "m" --port 8000"', 'eval "vllm serve "m" --port 18001"'),
+        ("if true; then eval vllm serve m --port=8000; fi", "if true; then eval vllm serve m --port=18001; fi"),
+        # These are words whose quotes and escapes are not understood, so nothing is replaced.
+        ('eval "vllm serve m --port=\\"8000\\""', None),
+        ("eval \"vllm serve m --port 80\"'00'", None),
+        ('eval "vllm serve m --port \\$PORT"', None),
+    ],
+)
+def test_a_command_that_eval_runs_is_read(script: str, changed: str | None) -> None:
+    written = injected(f"      command: [bash, -c]\n      args: [{json.dumps(script)}]")
+    (args, *_) = found(list(yaml.safe_load_all(written)), "args")
+    (record, *_) = found(list(yaml.safe_load_all(written)), "vllm-priority.io/injected")
+    assert args == [changed or script]
+    assert json.loads(record)["mode"] == ("swap" if changed else "takeover")
+
+
+@pytest.mark.parametrize(
+    ("name", "chain", "key", "folder"),
+    [
+        ("tls-secret", "/tls/tls.crt", "/tls/tls.key", "/tls"),
+        ("tls-one-file", "/data/tls/both.pem", "/data/tls/both.pem", "/data/tls"),
+        ("tls-items", "/tls/server/tls.crt", "/tls/server/tls.key", "/tls"),
+        ("tls-sub-path", "/tls/tls.crt", "/tls/tls.key", "/tls"),
+    ],
+)
+def test_a_server_with_https_gets_a_sidecar_with_the_same_certificate(
+    name: str, chain: str, key: str, folder: str
+) -> None:
+    written, _ = inject_stream((FOLDER / f"{name}.yaml").read_text(), Policies(), SETTINGS)
+    pod = yaml.safe_load(written)
+    sidecar = next(c for c in pod["spec"]["initContainers"] if c["name"] == "vllm-priority")
+    config = yaml.safe_load(sidecar["args"][1].replace("$$", "$"))
+    (resource,) = json.loads(pod["metadata"]["annotations"]["vllm-priority.io/certificate"])["resources"]
+    assert resource["tls_certificate"] == {
+        "certificate_chain": {"filename": chain},
+        "private_key": {"filename": key},
+        "watched_directory": {"path": folder},
+    }
+    mounted = {mount["mountPath"]: mount for mount in sidecar["volumeMounts"]}
+    assert all(mount["readOnly"] for mount in mounted.values())
+    (item,) = next(v for v in pod["spec"]["volumes"] if v["name"] == "vllm-priority-certificate")["downwardAPI"][
+        "items"
+    ]
+    assert item["fieldRef"]["fieldPath"] == "metadata.annotations['vllm-priority.io/certificate']"
+    (path,) = [entry["path"] for entry in found(config, "path_config_source")]
+    assert path == f"/etc/vllm-priority/{item['path']}"
+    assert mounted["/etc/vllm-priority"]["name"] == "vllm-priority-certificate"
+    vllm = pod["spec"]["containers"][0]["volumeMounts"][0]
+    assert mounted[vllm["mountPath"]] == {**vllm, "readOnly": True}
+    upstream = next(c for c in config["static_resources"]["clusters"] if c["name"] == "upstream")
+    assert upstream["transport_socket"]["name"] == "envoy.transport_sockets.tls"
 
 
 def pods(name: str) -> list[dict[str, Any]]:

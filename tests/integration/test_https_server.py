@@ -1,0 +1,175 @@
+"""A pod whose vLLM serves HTTPS, for real: Envoy, uvicorn, and a certificate that is renewed as the kubelet does it."""
+
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.pem import Authority
+
+from .test_swap import Pod
+
+VLLM = """#!{python}
+# Stands for vLLM: the same web server, with the same options.
+import argparse, json
+import uvicorn
+from fastapi import FastAPI, Request
+
+app = FastAPI()
+
+@app.post("/{{path:path}}")
+async def respond(request: Request):
+    return {{"body": await request.json(), "scheme": request.url.scheme}}
+
+parser = argparse.ArgumentParser()
+parser.add_argument("verb", choices=["serve"])
+parser.add_argument("model")
+parser.add_argument("--port", type=int)
+parser.add_argument("--ssl-certfile")
+parser.add_argument("--ssl-keyfile")
+parser.add_argument("--enable-ssl-refresh", action="store_true")
+options = parser.parse_args()
+uvicorn.run(app, port=options.port, ssl_certfile=options.ssl_certfile, ssl_keyfile=options.ssl_keyfile)
+"""
+
+SCRIPT = """eval "vllm serve "tiny" \\
+  --port {port} ${{NOT_SET}} \\
+  --enable-ssl-refresh \\
+  --ssl-certfile {folder}/tls.crt \\
+  --ssl-keyfile {folder}/tls.key"
+"""
+
+
+class Volume:
+    """A Secret as the kubelet mounts it: the files are links through `..data`, which it replaces by a rename."""
+
+    def __init__(self, folder: Path, authority: Authority) -> None:
+        self.folder, self._authority, self._versions = folder, authority, 0
+        folder.mkdir()
+        self.renew()
+        for name in ("tls.crt", "tls.key"):
+            (folder / name).symlink_to(f"..data/{name}")
+
+    def renew(self) -> None:
+        self._versions += 1
+        version = self.folder / f"..version_{self._versions}"
+        self._authority.write(version, "127.0.0.1")
+        link = self.folder / "..data_tmp"
+        link.symlink_to(version.name)
+        link.rename(self.folder / "..data")
+
+
+@pytest.fixture
+def volume(tmp_path: Path, authority: Authority) -> Volume:
+    return Volume(tmp_path / "tls", authority)
+
+
+@pytest.fixture(scope="module")
+def authority() -> Authority:
+    return Authority()
+
+
+@pytest.fixture
+def pod(envoy: Path, tmp_path: Path, volume: Volume) -> Iterator[Pod]:
+    script = SCRIPT.format(folder=volume.folder, port="{port}")
+    mount = {"name": "tls", "mountPath": str(volume.folder)}
+    changes = {"command": ["bash", "-c"], "args": [script], "volumeMounts": [mount]}
+    pod = Pod(envoy, tmp_path, changes, volumes=[{"name": "tls", "secret": {"secretName": "s"}}])
+    (tmp_path / "vllm").write_text(VLLM.format(python=sys.executable))
+    # The kubelet writes this file from the annotation.
+    file = tmp_path / "certificate.json"
+    file.write_text(pod.manifest["metadata"]["annotations"]["vllm-priority.io/certificate"])
+    pod.sidecar["args"] = [
+        text.replace("/etc/vllm-priority/certificate.json", str(file)) for text in pod.sidecar["args"]
+    ]
+    try:
+        pod.run_vllm()
+        pod.run_sidecar()
+        yield pod
+    finally:
+        pod.close()
+
+
+def client(authority: Authority) -> httpx.Client:
+    return httpx.Client(verify=ssl.create_default_context(cadata=authority.pem), trust_env=False, timeout=30)
+
+
+def wait_until_ready(pod: Pod) -> None:
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            if httpx.get(f"http://127.0.0.1:{pod.health}/ready", trust_env=False).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def post(client: httpx.Client, port: int, priority: str) -> httpx.Response:
+    url = f"https://127.0.0.1:{port}/inference/v1/generate"
+    return client.post(url, json={"token_ids": [1]}, headers={"x-vllm-priority": priority})
+
+
+def served_certificate(port: int) -> str:
+    return ssl.get_server_certificate(("127.0.0.1", port))
+
+
+def test_clients_of_a_server_with_https_notice_no_difference_but_the_priority(pod: Pod, authority: Authority) -> None:
+    wait_until_ready(pod)
+    with client(authority) as verifying:
+        response = post(verifying, pod.port, "-7")
+        assert response.json() == {"body": {"token_ids": [1], "priority": -7}, "scheme": "https"}
+        assert response.headers["x-vllm-priority-applied"] == "-7; source=header; outcome=inserted"
+    assert served_certificate(pod.port) == served_certificate(pod.vllm_port)
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"http://127.0.0.1:{pod.port}/health", trust_env=False)
+
+
+def test_a_renewed_certificate_is_served_and_no_request_is_lost(
+    pod: Pod, volume: Volume, authority: Authority, tmp_path: Path
+) -> None:
+    wait_until_ready(pod)
+    before = served_certificate(pod.port)
+    stop = threading.Event()
+    wrong: list[str] = []
+    sent = [0, 0]
+
+    def load(number: int, *, keeps: bool) -> None:
+        kept = client(authority)
+        while not stop.is_set():
+            try:
+                response = post(kept, pod.port, "5")
+                if response.status_code != 200 or response.json()["body"]["priority"] != 5:
+                    wrong.append(f"{response.status_code} {response.text}")
+            except httpx.TransportError as error:
+                wrong.append(repr(error))
+            sent[number] += 1
+            if not keeps:
+                kept.close()
+                kept = client(authority)
+        kept.close()
+
+    threads = [threading.Thread(target=load, args=(number,), kwargs={"keeps": not number}) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(3):
+            volume.renew()
+            new = (volume.folder / "tls.crt").read_text().strip()
+            deadline = time.monotonic() + 30
+            while served_certificate(pod.port).strip() != new:
+                assert time.monotonic() < deadline, (tmp_path / "envoy.log").read_text()
+                time.sleep(0.1)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert before.strip() != new
+    assert not wrong
+    assert all(count > 3 for count in sent)
