@@ -47,14 +47,18 @@ SCRIPT = """eval "vllm serve "tiny" \\
 
 
 class Volume:
-    """A Secret as the kubelet mounts it: the files are links through `..data`, which it replaces by a rename."""
+    """A Secret as the kubelet mounts it: its entries are links through `..data`, which it replaces by a rename.
 
-    def __init__(self, folder: Path, authority: Authority) -> None:
-        self.folder, self._authority, self._versions = folder, authority, 0
-        folder.mkdir()
+    below: the folder of the files, if the volume's `items` name one.
+    """
+
+    def __init__(self, root: Path, below: str, authority: Authority) -> None:
+        self.root, self.folder, self._authority, self._versions = root, root / below, authority, 0
+        self._below = below
+        root.mkdir()
         self.renew()
-        for name in ("tls.crt", "tls.key"):
-            (folder / name).symlink_to(f"..data/{name}")
+        for name in [below] if below else ["tls.crt", "tls.key"]:
+            (root / name).symlink_to(f"..data/{name}")
 
     @property
     def certificate(self) -> str:
@@ -62,16 +66,16 @@ class Volume:
 
     def renew(self) -> None:
         self._versions += 1
-        version = self.folder / f"..version_{self._versions}"
-        self._authority.write(version, "127.0.0.1")
-        link = self.folder / "..data_tmp"
+        version = self.root / f"..version_{self._versions}"
+        self._authority.write(version / self._below, "127.0.0.1")
+        link = self.root / "..data_tmp"
         link.symlink_to(version.name)
-        link.rename(self.folder / "..data")
+        link.rename(self.root / "..data")
 
 
-@pytest.fixture
-def volume(tmp_path: Path, authority: Authority) -> Volume:
-    return Volume(tmp_path / "tls", authority)
+@pytest.fixture(params=["", "server"], ids=["the volume's root", "a folder of the volume"])
+def volume(request: pytest.FixtureRequest, tmp_path: Path, authority: Authority) -> Volume:
+    return Volume(tmp_path / "tls", request.param, authority)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +86,7 @@ def authority() -> Authority:
 @pytest.fixture
 def pod(envoy: Path, tmp_path: Path, volume: Volume) -> Iterator[Pod]:
     script = SCRIPT.format(folder=volume.folder, port="{port}")
-    mount = {"name": "tls", "mountPath": str(volume.folder)}
+    mount = {"name": "tls", "mountPath": str(volume.root)}
     changes = {"command": ["bash", "-c"], "args": [script], "volumeMounts": [mount]}
     pod = Pod(envoy, tmp_path, changes, volumes=[{"name": "tls", "secret": {"secretName": "s"}}])
     (tmp_path / "vllm").write_text(VLLM.format(python=sys.executable))
