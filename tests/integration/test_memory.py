@@ -201,7 +201,7 @@ def _says_overloaded(answer: Answer) -> bool:
 
 def _becomes_free(front: RunningSidecar, transport: str) -> None:
     """Waits until a large body is served. The filter looks for what clients left behind once a second."""
-    until = time.monotonic() + WAIT
+    until = time.monotonic() + 6 * WAIT
     while (status := _upload(front, transport, 10, None)) != 200:
         assert time.monotonic() < until, f"still {status}"
         time.sleep(0.2)
