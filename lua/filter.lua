@@ -166,6 +166,7 @@ local function edit_passing(handle, length, verdict, route, why)
       chunk:setBytes("")
     end
   end
+  memory.release(held)
   -- The deferred filter counts what is noted here, once it holds the whole body.
   local reported, applied, _ = why and why.outcome, nil, nil
   if not why then

@@ -16,10 +16,10 @@ local function weak()
   return setmetatable and setmetatable({}, { __mode = "k" }) or {}
 end
 
--- Bytes by body, in this worker, and the one body that may grow above the limit. The keys are weak, so that neither
--- table needs to be told of a client that left.
+-- Bytes by body that arrives in this worker, and the one body that may grow above the limit. The keys are weak, because
+-- nothing tells a filter of a client that left in the middle of a body: its request is garbage from then on.
 local held, favoured = weak(), weak()
-local unread, resident, held_here = STEP, 0, 0
+local unread, resident, held_here, collected_at = STEP, 0, 0, 0
 
 -- In bytes; 0 where there is no /proc.
 local function resident_set()
@@ -32,9 +32,16 @@ local function resident_set()
   return (tonumber(match(text or "", "VmRSS:%s*(%d+)")) or 0) * 1024
 end
 
-local function sum(bytes_by_body)
+-- Bytes of the bodies that arrive now. LuaJIT collects garbage as scripts allocate, which can take minutes where
+-- requests are few, and bodies of clients that left would be counted as long. So it is collected here.
+local function sum_held()
+  local now = os.time()
+  if now ~= collected_at then
+    collected_at = now
+    collectgarbage()
+  end
   local total = 0
-  for _, bytes in pairs(bytes_by_body) do
+  for _, bytes in pairs(held) do
     total = total + bytes
   end
   return total
@@ -55,7 +62,7 @@ function memory.is_exhausted(body, limit, size)
   if unread >= (resident > limit and STEP_ABOVE or STEP) then
     unread = 0
     resident = resident_set()
-    held_here = resident > limit and sum(held) or 0
+    held_here = resident > limit and sum_held() or 0
   end
   if resident <= limit or held_here <= limit / 16 then
     return false
@@ -70,6 +77,11 @@ function memory.is_exhausted(body, limit, size)
     return false
   end
   return first ~= body
+end
+
+-- Call at the end of a body: it leaves Envoy, or gives way to a response.
+function memory.release(body)
+  held[body], favoured[body] = nil, nil
 end
 
 return memory

@@ -49,6 +49,11 @@ def node_metadata(policy: Policy, placement: Placement) -> Resource:
     }
 
 
+_BESIDE_THE_HEAP = 70 * 1024**2
+"""What an Envoy under load uses beside its heap, in bytes, as measured: its program, LuaJIT, and the stacks."""
+
+
 def max_heap(placement: Placement) -> int:
     """What Envoy's overload manager takes for the whole heap, in bytes. It counts no free pages, and not LuaJIT's."""
-    return placement.memory_limit_bytes * 9 // 10
+    limit = placement.memory_limit_bytes
+    return min(limit * 9 // 10, max(limit // 2, limit - _BESIDE_THE_HEAP))
