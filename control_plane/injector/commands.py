@@ -138,7 +138,7 @@ def apply_edits(entries: list[str], field: Field, edits: Sequence[Edit]) -> list
 _SHELL = re.compile(r"(?:.*/)?(?:ba|da|a|z|k)?sh")
 _SCRIPT_OPTION = re.compile(r"-[a-zA-Z]*c")
 _PYTHON_MODULE = re.compile(r"vllm(?:\.frontend)?\.entrypoints\.(?:.*\.)?(\w+)|sglang\.(launch_server)")
-_PYTHON_FILE = re.compile(r".*vllm/(?:frontend/)?entrypoints/(?:.*/)?(api_server|grpc_server|run_batch)\.py")
+_PYTHON_FILE = re.compile(r"vllm/(?:frontend/)?entrypoints/(?:[^/]+/){0,3}(api_server|grpc_server|run_batch)\.py$")
 _ENTRY_POINT_IMAGE = re.compile(r"vllm-openai")
 """Images whose entry point is `vllm serve`: vLLM's Dockerfile, and those that are built from it."""
 _SERVER_IMAGE = re.compile(r"^(?!.*(?:router|gateway|exporter|operator|controller|benchmark)).*(?:vllm|sglang)")
@@ -148,12 +148,15 @@ _TELLING_OPTIONS = (
 """With one of these as an argument, the entry point of an image is a server."""
 _MENTIONED = re.compile(
     r"\bvllm(?:-rs)?\s+(?:serve|launch\s+(?:render|tokens))\b"
-    r"|\b(?:vllm(?:\.frontend)?\.entrypoints\.[\w.]*api_server|sglang\.launch_server)\b"
+    r"|\b(?:vllm(?:\.frontend)?\.entrypoints\.[\w.]{0,99}api_server|sglang\.launch_server)\b"
 )
 _NOT_RUN = frozenset({"echo", "printf", "which", "type", "pkill", "pgrep", "pip", "pip3", "test", "["})
 """Programs that start no server that their arguments mention."""
 _RESERVED = frozenset({"if", "then", "elif", "else", "while", "until", "do", "!", "{"})
 """Words of the shell that a command may follow."""
+
+_LONGEST_ARGUMENT = 128 * 1024
+"""Linux starts no program with a longer one (MAX_ARG_STRLEN of execve(2)), and reading it could take long."""
 
 SGLANG_PORT = 30000
 """SGLang's port where the command line names none."""
@@ -163,6 +166,8 @@ def invocations(
     command: Sequence[str], args: Sequence[str], image: str, environment: Environment
 ) -> tuple[Invocation, ...]:
     """Return the servers that a container starts, in the order of its command line."""
+    if any(len(text) > _LONGEST_ARGUMENT for text in (*command, *args)):
+        return ()
     words = [
         *(_entry(text, "command", index, environment) for index, text in enumerate(command)),
         *(_entry(text, "args", index, environment) for index, text in enumerate(args)),
@@ -198,13 +203,13 @@ def _started(words: Sequence[Word]) -> Invocation | None:
     if next((text for text in texts if text not in _RESERVED), "") in _NOT_RUN:
         return None
     for at, text in enumerate(texts):
-        program, rest = text.rsplit("/", 1)[-1], texts[at + 1 :]
+        program, rest = text.rsplit("/", 1)[-1], texts[at + 1 : at + 4]
         if text == "-m" and rest and (module := _PYTHON_MODULE.fullmatch(rest[0])):
             name = module[1] or module[2]
             if name != "main":
                 return _of_module(name, words[at:])
             program, rest = "vllm", rest[1:]
-        elif file := _PYTHON_FILE.fullmatch(text):
+        elif file := _PYTHON_FILE.search(text):
             return _of_module(file[1], words[at:])
         if program in ("vllm", "vllm-rs", "sglang") and rest:
             if rest[0] == "serve":
@@ -267,7 +272,7 @@ _TOKEN = re.compile(
     r"""(?P<blank>(?:[ \t\r]|\\\r?\n)+|\#[^\n]*)
     |(?P<redirection>&>>?|[0-9]*(?:>>?|<>?)(?:&[0-9-]+|&)?(?!<))
     |(?P<end>[\n;&|()]+)
-    |(?P<word>(?:\\.|'[^']*'|"(?:\\.|[^"\\])*"|\$\((?:[^()]|\([^()]*\))*\)|\$\{[^}]*\}|`[^`]*`|[^\s;&|()<>'"\\`])+)""",
+    |(?P<word>(?:\\.|'[^']*'|"(?:\\.|[^"\\])*"|\$\((?:[^()]|\([^()]*\))*\)|\$\{[^{}]*\}|`[^`]*`|[^\s;&|()<>'"\\`])+)""",
     re.VERBOSE | re.DOTALL,
 )
 _QUOTED = re.compile(r"""'([^']*)'|"((?:\\.|[^"\\])*)"|\\(.)""", re.DOTALL)
@@ -279,20 +284,42 @@ _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)\+?=")
 
 
 def _script_commands(script: Word, environment: Environment) -> list[tuple[Word, ...]] | None:
-    """The commands of a shell script. None: its syntax is beyond this reader, for example a here-document."""
-    return _read_script(script, script.raw, range(len(script.raw)), environment)
+    """The commands of a shell script, with what its `eval` commands run.
+
+    None: its syntax is beyond this reader, for example a here-document, or an `eval` that runs another.
+    """
+    known = dict(environment)
+    commands = _read_script(script, script.raw, range(len(script.raw)), known)
+    if commands is None:
+        return None
+    found: list[tuple[Word, ...]] = []
+    for words in commands:
+        arguments = _arguments_of_eval(words)
+        if arguments is None:
+            found.append(words)
+            continue
+        evaluated = _read_script(script, *_evaluated(arguments), known)
+        if evaluated is None or any(_arguments_of_eval(words) is not None for words in evaluated):
+            return None
+        found += evaluated
+    return found
+
+
+def _arguments_of_eval(words: Sequence[Word]) -> Sequence[Word] | None:
+    """The words after `eval`. None: the command is another."""
+    name = next((at for at, word in enumerate(words) if word.literal not in _RESERVED), 0)
+    return words[name + 1 :] if words[name].literal == "eval" else None
 
 
 def _read_script(
-    script: Word, text: str, positions: Sequence[int], environment: Environment
+    script: Word, text: str, positions: Sequence[int], known: dict[str, str | None]
 ) -> list[tuple[Word, ...]] | None:
     """The commands of a text: the script, or what `eval` makes of a part of it.
 
-    positions: of each character of the text in the script.
+    positions: of each character of the text in the script. known: the variables; the text's own become unknown.
     """
     at = 0
     commands: list[list[Word]] = [[]]
-    known = dict(environment)
     is_target = False
     while at < len(text):
         token = _TOKEN.match(text, at)
@@ -314,17 +341,7 @@ def _read_script(
         elif token.lastgroup == "end":
             commands.append([])
         at = token.end()
-    found: list[tuple[Word, ...]] = []
-    for words in commands:
-        name = next((at for at, word in enumerate(words) if word.literal not in _RESERVED), 0)
-        if words and words[name].literal == "eval":
-            evaluated = _read_script(script, *_evaluated(words[name + 1 :]), known)
-            if evaluated is None:
-                return None
-            found += evaluated
-        elif words:
-            found.append(tuple(words))
-    return found
+    return [tuple(words) for words in commands if words]
 
 
 _QUOTE_PART = re.compile(r"""'(?P<single>[^']*)'|"(?P<double>(?:\\.|[^"\\])*)"|(?P<bare>\\.|[^'"\\])""", re.DOTALL)

@@ -13,6 +13,7 @@ import yaml
 
 from control_plane.errors import CheckFailed
 from control_plane.injector.admission import decide, read_review, review
+from control_plane.injector.commands import invocations
 from control_plane.injector.manifests import inject_stream, templates, uninject_stream
 from control_plane.injector.reasons import Reason
 from control_plane.injector.settings import InjectorSettings
@@ -195,6 +196,10 @@ def test_the_new_port_is_not_one_that_the_pod_names_elsewhere() -> None:
         ('eval "vllm serve m --port=\\"8000\\""', None),
         ("eval \"vllm serve m --port 80\"'00'", None),
         ('eval "vllm serve m --port \\$PORT"', None),
+        # An eval that runs another is too intricate.
+        ("eval eval vllm serve m", None),
+        ("eval 'eval \"vllm serve m\"'", None),
+        ("eval " * 3000 + "vllm serve m", None),
     ],
 )
 def test_a_command_that_eval_runs_is_read(script: str, changed: str | None) -> None:
@@ -203,6 +208,17 @@ def test_a_command_that_eval_runs_is_read(script: str, changed: str | None) -> N
     (record, *_) = found(list(yaml.safe_load_all(written)), "vllm-priority.io/injected")
     assert args == [changed or script]
     assert json.loads(record)["mode"] == ("swap" if changed else "takeover")
+
+
+@pytest.mark.parametrize(
+    "part", ["eval ", "eval x;", "${", "$(a()", "if ", "<<", "vllm ", "vllm.entrypoints.", "vllm/entrypoints/", "x=1;"]
+)
+@pytest.mark.parametrize("length", [130_000, 140_000])
+def test_a_hostile_script_is_read_in_a_time_that_grows_with_its_length(part: str, length: int) -> None:
+    # With time that grows with the square of the length, this takes minutes. Linux runs nothing above 131072 bytes.
+    script = (part * length)[:length]
+    found = [invocations(*line, "x", {}) for line in ((["sh", "-c"], [script]), ([script], []), (script.split(), []))]
+    assert not any(server.understood for servers in found for server in servers)
 
 
 @pytest.mark.parametrize(
