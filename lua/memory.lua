@@ -5,8 +5,6 @@
 
 local memory = {}
 
-local match = string.match
-
 -- Bytes of bodies that arrive between two readings of the resident set, below the limit and above it. A reading takes
 -- about 30 us.
 local STEP, STEP_ABOVE = 1048576, 65536
@@ -29,10 +27,10 @@ local function resident_set()
   end
   local text = file:read("*a")
   file:close()
-  return (tonumber(match(text or "", "VmRSS:%s*(%d+)")) or 0) * 1024
+  return (tonumber((text or ""):match("VmRSS:%s*(%d+)")) or 0) * 1024
 end
 
--- Bytes of the bodies that arrive now. LuaJIT collects garbage as scripts allocate, which can take minutes where
+-- Sums up the bodies that arrive now. LuaJIT collects garbage as scripts allocate, which can take minutes where
 -- requests are few, and bodies of clients that left would be counted as long. So it is collected here.
 local function sum_held()
   local now = os.time()
@@ -40,11 +38,10 @@ local function sum_held()
     collected_at = now
     collectgarbage()
   end
-  local total = 0
+  held_here = 0
   for _, bytes in pairs(held) do
-    total = total + bytes
+    held_here = held_here + bytes
   end
-  return total
 end
 
 -- True where a body must not grow further. `body` is a table that lives as long as the request, `limit` the resident
@@ -62,7 +59,9 @@ function memory.is_exhausted(body, limit, size)
   if unread >= (resident > limit and STEP_ABOVE or STEP) then
     unread = 0
     resident = resident_set()
-    held_here = resident > limit and sum_held() or 0
+    if resident > limit then
+      sum_held()
+    end
   end
   if resident <= limit or held_here <= limit / 16 then
     return false

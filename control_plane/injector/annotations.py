@@ -56,8 +56,7 @@ ORIGINAL = PREFIX + "original"
 STATUS = PREFIX + "status"
 """Written by the injector: what was done to the pod and what it warns of, with the codes. It is for people to read."""
 CERTIFICATE = PREFIX + "certificate"
-"""Written by the injector, for the sidecar's Envoy: the paths of the certificate and the key with which vLLM serves
-HTTPS, as JSON."""
+"""For the sidecar's Envoy, as JSON: the paths of the certificate and the key with which vLLM serves HTTPS."""
 WRITTEN_ANNOTATIONS = (INJECTED, ORIGINAL, STATUS, CERTIFICATE)
 
 MIN_LISTEN_PORT = 1024

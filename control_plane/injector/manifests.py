@@ -344,16 +344,10 @@ def _take_out(template: Tree) -> None:
     metadata, spec = template["metadata"], template["spec"]
     record = InjectionRecord.from_json(metadata["annotations"][INJECTED])
     for key in ("containers", "initContainers"):
-        containers = spec.get(key) or []
-        for index in range(len(containers) - 1, -1, -1):
-            if containers[index]["name"] in (CONTAINER, REDIRECT_CONTAINER):
-                del containers[index]
+        _remove(spec.get(key) or [], CONTAINER, REDIRECT_CONTAINER)
         if key in record.created and key in spec and not spec[key]:
             del spec[key]
-    volumes = spec.get("volumes") or []
-    for index in range(len(volumes) - 1, -1, -1):
-        if volumes[index]["name"] in (TOKEN_VOLUME, CERTIFICATE_VOLUME):
-            del volumes[index]
+    _remove(spec.get("volumes") or [], TOKEN_VOLUME, CERTIFICATE_VOLUME)
     if "volumes" in record.created and "volumes" in spec and not spec["volumes"]:
         del spec["volumes"]
     for container in spec["containers"]:
@@ -365,6 +359,12 @@ def _take_out(template: Tree) -> None:
         del metadata["annotations"]
     if "metadata" in record.created and not metadata:
         del template["metadata"]
+
+
+def _remove(entries: list[Tree], *names: str) -> None:
+    for index in reversed(range(len(entries))):
+        if entries[index]["name"] in names:
+            del entries[index]
 
 
 def _restore_server(server: Tree, record: InjectionRecord) -> None:

@@ -1,7 +1,6 @@
 """Decides everything about one pod's sidecar, or why the pod is not injected. Pure: nothing is changed here."""
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -9,16 +8,16 @@ from control_plane.address import Address
 from control_plane.injector.annotations import LISTEN_PORT, MODE, NATIVE, POLICY, InjectionRequest, Mode
 from control_plane.injector.commands import Edit
 from control_plane.injector.envoy_config import container_argument
-from control_plane.injector.pod import Mount, Pod, Spec
+from control_plane.injector.pod import Pod, Spec
 from control_plane.injector.reasons import NotInjectedError, Reason, WarningCode, Warnings, warn
 from control_plane.injector.resources import Quantity, ResourceRequirements, guaranteed
-from control_plane.injector.server import Server, find_server
+from control_plane.injector.server import Server, ServerTls, find_server
 from control_plane.injector.settings import NATIVE_FROM, NATIVE_NAMES_FROM, SLEEP_FROM, InjectorSettings
 from control_plane.injector.traffic import Services, Traffic, direct_traffic, reachability_warnings
 from control_plane.policy.model import Policies, Policy
 from control_plane.render.filter import environment
 from control_plane.render.placement import DEFAULT_ADMIN, DEFAULT_LISTEN, MAX_LABELS, Drain, Placement
-from control_plane.tls import ListenerTls, ServerTrust, certificate_files_secret
+from control_plane.tls import ListenerTls, ServerTrust
 from control_plane.vllm import Role
 
 CONTAINER = "vllm-priority"
@@ -59,8 +58,7 @@ class Plan:
     taken_name: the port name that moves to the sidecar, None where none does. config: the Envoy bootstrap as a
     container's argument. environment: what it reads of its environment. server_sleep_seconds: vLLM's preStop sleep, 0
     for none. drain_path: what the sidecar's preStop hook requests of the health listener. token_audience: of the token
-    for its polls, None for none. certificate, certificate_mounts: the value of the annotation `certificate`, and the
-    volumes with the files that it names, if vLLM serves HTTPS.
+    for its polls, None for none. tls: with what the sidecar serves HTTPS, None if vLLM serves plain HTTP.
     """
 
     server_index: int
@@ -84,8 +82,7 @@ class Plan:
     server_sleep_seconds: int
     drain_path: str
     token_audience: str | None
-    certificate: str | None
-    certificate_mounts: tuple[Mount, ...]
+    tls: ServerTls | None
 
 
 def make_plan(
@@ -153,8 +150,7 @@ def make_plan(
         server_sleep_seconds=settings.drain_seconds if can_sleep and 0 < settings.drain_seconds < grace_seconds else 0,
         drain_path=Drain(token).path,
         token_audience=settings.token_audience,
-        certificate=_certificate(server),
-        certificate_mounts=server.tls.mounts if server.tls else (),
+        tls=server.tls,
     )
     sleep_warnings: Warnings = ()
     if not can_sleep:
@@ -240,14 +236,6 @@ def _edits(server: Server, port: int) -> list[Edit]:
     """What gives vLLM another port. Words that two servers of a script share, as with "$@", change once."""
     by_server = dict.fromkeys(tuple(start.with_port(port)) for start in server.invocations)
     return [edit for edits in by_server for edit in edits]
-
-
-def _certificate(server: Server) -> str | None:
-    """What the sidecar's Envoy reads of vLLM's certificate, as JSON."""
-    if server.tls is None:
-        return None
-    secret = certificate_files_secret(server.tls.certificate, server.tls.key, server.tls.folder)
-    return json.dumps(secret, separators=(",", ":"))
 
 
 def _free(wanted: int, used: set[int]) -> int:

@@ -1,5 +1,6 @@
 """A plan for a pod -> the pod with its sidecar. plan.py does the deciding."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
@@ -17,6 +18,7 @@ from control_plane.injector.plan import (
     Plan,
 )
 from control_plane.injector.pod import Pod
+from control_plane.tls import certificate_files_secret
 
 CONFIG_OPTION = "--config-yaml"
 """Envoy's option whose value is the sidecar's whole configuration."""
@@ -50,7 +52,7 @@ def with_sidecar(pod: Mapping[str, Any], typed: Pod, plan: Plan) -> dict[str, An
     volumes = list(spec.get("volumes") or ())
     if plan.token_audience:
         volumes.append(_token_volume(plan.token_audience))
-    if plan.certificate:
+    if plan.tls:
         volumes.append(_certificate_volume())
     edited = {edit.field for edit in plan.edits}
     created = [
@@ -61,8 +63,9 @@ def with_sidecar(pod: Mapping[str, Any], typed: Pod, plan: Plan) -> dict[str, An
         *(["args"] if spec["containers"][plan.server_index].get("args") is None and "args" in edited else []),
     ]
     written = {INJECTED: record.model_copy(update={"created": tuple(created)}).to_json()}
-    if plan.certificate:
-        written[CERTIFICATE] = plan.certificate
+    if plan.tls:
+        secret = certificate_files_secret(plan.tls.certificate, plan.tls.key, plan.tls.folder)
+        written[CERTIFICATE] = json.dumps(secret, separators=(",", ":"))
     return {
         **pod,
         "metadata": {**metadata, "annotations": {**(metadata.get("annotations") or {}), **written}},
@@ -202,9 +205,9 @@ def _sidecar_container(plan: Plan) -> dict[str, Any]:
 
 def _mounts(plan: Plan) -> list[dict[str, Any]]:
     mounts = [{"name": TOKEN_VOLUME, "mountPath": TOKEN_FOLDER}] if plan.token_audience else []
-    if plan.certificate:
+    if plan.tls:
         mounts.append({"name": CERTIFICATE_VOLUME, "mountPath": str(PurePosixPath(CERTIFICATE_FILE).parent)})
-    for mount in plan.certificate_mounts:
+    for mount in plan.tls.mounts if plan.tls else ():
         sub_path = {"subPath": mount.subPath} if mount.subPath else {}
         mounts.append({"name": mount.name, "mountPath": mount.mountPath, **sub_path})
     return [{**mount, "readOnly": True} for mount in mounts]

@@ -137,10 +137,9 @@ def _tls(container: Container, port: int, spec: Spec) -> tuple[ServerTls | None,
     vLLM's options are those of uvicorn (vllm/entrypoints/openai/cli_args.py).
     """
     name = f"container {container.name!r}"
+    has_key = any(start.has("ssl-keyfile") for start in container.servers)
     if not any(start.has("ssl-certfile") for start in container.servers):
-        if any(start.has("ssl-keyfile") for start in container.servers) or any(
-            probed == port and https for probed, https in container.http_probes
-        ):
+        if has_key or any(probed == port and https for probed, https in container.http_probes):
             raise _no_tls(
                 f"{name} serves HTTPS, and its command does not say with which certificate.",
                 "Name it in the container's command or args, with --ssl-certfile and --ssl-keyfile",
@@ -152,7 +151,7 @@ def _tls(container: Container, port: int, spec: Spec) -> tuple[ServerTls | None,
             raise _no_tls(f"{name} requires client certificates (--ssl-cert-reqs), and the sidecar has none.", cure)
     found = {(start.value("ssl-certfile"), start.value("ssl-keyfile")) for start in container.servers}
     certificate, key = found.pop()
-    if found or certificate is None or (key is None and container.servers[0].has("ssl-keyfile")):
+    if found or certificate is None or (key is None and has_key):
         cure = "Write the path into the command"
         raise _no_tls(f"the value of --ssl-certfile or --ssl-keyfile of {name} is not certain.", cure)
     key = certificate if key is None else key

@@ -26,9 +26,10 @@ from tests.tokens import ISSUER, Issuer
 from .conftest import RENDER, SidecarFactory, run_sidecars
 from .meshes import IstioSidecar
 from .sidecars import load
-from .test_control_plane import POLL_SECONDS, ControlPlane, free_port, until
+from .test_control_plane import POLL_SECONDS, ControlPlane, free_port
 from .test_tls import Run, trusting
 from .upstream import RecordingUpstream
+from .waiting import until
 from .wire import TRANSPORTS, Answer, Header, call, priority
 
 TRUSTED, UNTRUSTED = "5; source=header; outcome=inserted", "none; outcome=untrusted"

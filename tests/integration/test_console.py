@@ -14,8 +14,9 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect, sync_playwright
 
-from .test_control_plane import ControlPlane, until
+from .test_control_plane import ControlPlane
 from .upstream import WAIT
+from .waiting import until
 
 ECDS = "/v3/discovery:extension_configs"
 TOKEN = "a-token-of-this-test"

@@ -35,6 +35,7 @@ from tests.pem import write_pair
 
 from .sidecars import load
 from .upstream import WAIT, Connection, RecordingUpstream, Request, response
+from .waiting import until
 
 RENDER = "/v1/chat/completions/render"
 ECDS = "/v3/discovery:extension_configs"
@@ -45,14 +46,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def until(condition: Callable[[], object], what: str) -> None:
-    """Wait for a condition."""
-    deadline = time.monotonic() + 3 * WAIT
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}: does not come"
-        time.sleep(0.02)
 
 
 class ControlPlane:

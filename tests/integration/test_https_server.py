@@ -3,8 +3,7 @@
 import ssl
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 from tests.pem import Authority
 
 from .test_swap import Pod, wait_for
+from .waiting import until
 
 VLLM = """#!{python}
 # Stands for vLLM: the same web server, with the same options.
@@ -108,17 +108,6 @@ def client(authority: Authority) -> httpx.Client:
     return httpx.Client(verify=ssl.create_default_context(cadata=authority.pem), trust_env=False, timeout=30)
 
 
-def wait_until_ready(pod: Pod) -> None:
-    wait_for(pod.health, "/ready", 200)
-
-
-def wait_until(reached: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not reached():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def post(client: httpx.Client, port: int, priority: str) -> httpx.Response:
     url = f"https://127.0.0.1:{port}/inference/v1/generate"
     return client.post(url, json={"token_ids": [1]}, headers={"x-vllm-priority": priority})
@@ -129,7 +118,7 @@ def served_certificate(port: int) -> str:
 
 
 def test_clients_of_a_server_with_https_notice_no_difference_but_the_priority(pod: Pod, authority: Authority) -> None:
-    wait_until_ready(pod)
+    wait_for(pod.health, "/ready", 200)
     with client(authority) as verifying:
         response = post(verifying, pod.port, "-7")
         assert response.json() == {"body": {"token_ids": [1], "priority": -7}, "scheme": "https"}
@@ -140,7 +129,7 @@ def test_clients_of_a_server_with_https_notice_no_difference_but_the_priority(po
 
 
 def test_a_renewed_certificate_is_served_and_no_request_is_lost(pod: Pod, volume: Volume, authority: Authority) -> None:
-    wait_until_ready(pod)
+    wait_for(pod.health, "/ready", 200)
     before = served_certificate(pod.port)
     stop = threading.Event()
     wrong: list[str] = []
@@ -171,10 +160,10 @@ def test_a_renewed_certificate_is_served_and_no_request_is_lost(pod: Pod, volume
         for _ in range(3):
             at_renewal = list(sent)
             volume.renew()
-            wait_until(lambda: served_certificate(pod.port).strip() == volume.certificate)
+            until(lambda: served_certificate(pod.port).strip() == volume.certificate, "the new certificate")
             # Each client has begun a request since.
             for number, count in enumerate(at_renewal):
-                wait_until(partial(has_sent, number, count + 2))
+                until(partial(has_sent, number, count + 2), "a request after the renewal")
     finally:
         stop.set()
         for thread in threads:

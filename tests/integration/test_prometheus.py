@@ -21,9 +21,10 @@ from tools.build_dashboard import dashboard
 
 from .conftest import GENERATE, RENDER
 from .sidecars import RunningSidecar, load
-from .test_control_plane import POLL_SECONDS, free_port, until
+from .test_control_plane import POLL_SECONDS, free_port
 from .test_tls import TlsControlPlane
 from .upstream import RecordingUpstream
+from .waiting import until
 from .wire import call, priority
 
 RULES = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "alerts.yaml"

@@ -28,6 +28,7 @@ from .conftest import RENDER
 from .dns import NameServer
 from .test_run import JSON, Held, Running, command, free_address, post
 from .upstream import WAIT, Connection, RecordingUpstream, Request, response
+from .waiting import until
 from .wire import Http1, Http2
 
 Start = Callable[..., Running]
@@ -45,13 +46,6 @@ def start(envoy: Path, tmp_path: Path) -> Iterator[Start]:
             return running
 
         yield one
-
-
-def until(condition: Callable[[], object], what: str, seconds: float = 3 * WAIT) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.02)
 
 
 # ----- stop

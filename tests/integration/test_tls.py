@@ -25,8 +25,9 @@ from tests.pem import Authority, write_pair
 from .conftest import RENDER
 from .conftest import _echo as echo_app
 from .sidecars import load
-from .test_control_plane import POLL_SECONDS, ControlPlane, applied, free_port, set_default, until
+from .test_control_plane import POLL_SECONDS, ControlPlane, applied, free_port, set_default
 from .upstream import RecordingUpstream
+from .waiting import until
 
 NAME = "control-plane.test"
 

@@ -13,8 +13,8 @@ from control_plane.address import Address
 from .conftest import RENDER, SidecarFactory
 from .oracle import assert_moved, assert_untouched
 from .sidecars import RunningSidecar
-from .test_control_plane import until
 from .upstream import OK, Connection, RecordingUpstream, Request, answering, response
+from .waiting import until
 from .wire import TRANSPORTS, Closed, Http1, Http2, call, chunked, connect, head_bytes, priority
 
 each_transport = pytest.mark.parametrize("transport", TRANSPORTS)

@@ -42,11 +42,11 @@ from tests.integration.test_control_plane import (
     resident,
     set_default,
     sidecars_that_poll,
-    until,
 )
 from tests.integration.test_run import Running, post
 from tests.integration.test_start_stop import Balancer, two_milliseconds
 from tests.integration.upstream import WAIT, Connection, RecordingUpstream, Request, response
+from tests.integration.waiting import until
 from tests.integration.wire import Answer, Closed, Header, Http1, call, head_bytes, priority
 
 EXAMPLE = "example: python -m tests.reliability.chaos --only upstream-down --only policy-changes"

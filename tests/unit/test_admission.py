@@ -308,6 +308,18 @@ def test_a_second_call_changes_nothing() -> None:
         (make_pod(vllm(command=["sh", "-c", LEADER_OR_WORKER])), "ml", Reason.LEADER_UNKNOWN),
         (make_pod(vllm(command=[*ENGINE, "--grpc"])), "ml", Reason.NOT_HTTP),
         (make_pod(vllm(command=[*ENGINE, "--ssl-certfile=/tls.crt"])), "ml", Reason.UPSTREAM_TLS),
+        (
+            make_pod(
+                vllm(
+                    command=["sh", "-c"],
+                    args=["vllm serve a --ssl-certfile /c/c || vllm serve a --ssl-certfile /c/c --ssl-keyfile $KEY"],
+                    volumeMounts=[{"name": "tls", "mountPath": "/c"}],
+                ),
+                volumes=[{"name": "tls", "secret": {"secretName": "tls"}}],
+            ),
+            "ml",
+            Reason.UPSTREAM_TLS,
+        ),
         (make_pod(vllm(command=["vllm", "serve", "x"], ports=[{"containerPort": 1}])), "ml", Reason.PORT_UNKNOWN),
         (make_pod(vllm(command=["/start.sh"]), asked={"mode": "swap"}), "ml", Reason.SWAP_UNAVAILABLE),
         (make_pod(vllm(command=["/start.sh"], ports=None)), "ml", Reason.UNREACHABLE),
