@@ -12,6 +12,7 @@ from control_plane.cli.options import (
     json_option,
     option,
     option_of,
+    request_header,
 )
 from control_plane.cli.terminal import complain
 from control_plane.vllm import INT64_MIN
@@ -31,6 +32,14 @@ from control_plane.vllm import INT64_MIN
     "--header", metavar="NAME", default="x-vllm-priority", show_default=True,
     help="Request header that carries the priority.",
 )  # fmt: skip
+@option(
+    "-H", "--request-header", "request_headers", multiple=True, metavar="'NAME: VALUE'",
+    help="Header to send with each request, for example a tenant's. Repeatable.",
+)  # fmt: skip
+@option("--class", "class_name", metavar="NAME", help="Class of the policy to examine, too.")
+@option("--ca", metavar="FILE", help="CA that signed the servers' certificates, in PEM. Default: the system's CAs.")
+@option("--client-cert", metavar="FILE", help="Certificate to present to the servers, in PEM.")
+@option("--client-key", metavar="FILE", help="Key of --client-cert, in PEM. Default: it is in the same file.")
 @option("--model", metavar="NAME", help="Name of the served model. Default: the first that /v1/models lists.")
 @option(
     "--priority", metavar="N", type=click.IntRange(INT64_MIN, -1), default=-10, show_default=True,
@@ -59,11 +68,17 @@ from control_plane.vllm import INT64_MIN
 )  # fmt: skip
 @option("--context", metavar="NAME", help="With --kubernetes: the context of the kubeconfig. Default: the current one.")
 @json_option
+@option("--prometheus", "as_metrics", is_flag=True, help="Print Prometheus metrics instead, for a periodic job.")
 def doctor(
     render_url: str | None,
     engine_url: str | None,
     api_key: str | None,
     header: str,
+    request_headers: tuple[str, ...],
+    class_name: str | None,
+    ca: str | None,
+    client_cert: str | None,
+    client_key: str | None,
     model: str | None,
     priority: int,
     timeout: float,
@@ -74,6 +89,7 @@ def doctor(
     kubeconfig: str | None,
     context: str | None,
     as_json: bool,
+    as_metrics: bool,
 ) -> None:
     """Examine a deployment route by route, and say where a priority is lost.
 
@@ -81,6 +97,8 @@ def doctor(
     """
     from control_plane import doctor as examination
 
+    if as_json and as_metrics:
+        raise click.UsageError("--json and --prometheus are two formats. Use one of them.")
     if kubernetes:
         if render_url is not None or engine_url is not None:
             raise click.UsageError("--kubernetes examines a cluster. Do not use --render and --engine with it.")
@@ -88,7 +106,12 @@ def doctor(
         where = "all namespaces" if namespace is None else f"the namespace {namespace}"
         complain(f"{access.url}: list the pods, Services, InferencePools and workloads of {where}.")
         cluster = asyncio.run(examination.examine_cluster(access, namespace))
-        click.echo(json.dumps(cluster.to_json())) if as_json else Console().print(examination.cluster_table(cluster))
+        if as_metrics:
+            click.echo(examination.exposition(cluster), nl=False)
+        elif as_json:
+            click.echo(json.dumps(cluster.to_json()))
+        else:
+            Console().print(examination.cluster_table(cluster))
         sys.exit(cluster.exit_status)
     if namespace is not None or kubeconfig is not None or context is not None:
         raise click.UsageError("--namespace, --kubeconfig and --context have an effect only with --kubernetes.")
@@ -102,9 +125,16 @@ def doctor(
         timeout=timeout,
         queue_timeout=queue_timeout,
         max_fill=max_fill,
+        headers=tuple(map(request_header, request_headers)),
+        class_name=class_name,
+        ca=ca,
+        client_cert=client_cert,
+        client_key=client_key,
     )
     report = asyncio.run(examination.examine(settings, complain, option_of))
-    if as_json:
+    if as_metrics:
+        click.echo(examination.exposition(report), nl=False)
+    elif as_json:
         click.echo(json.dumps(report.to_json()))
     else:
         Console().print(examination.table(report))

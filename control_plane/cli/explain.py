@@ -14,6 +14,7 @@ from control_plane.cli.options import (
     option,
     policy_name_option,
     policy_option,
+    request_header,
 )
 from control_plane.errors import BadInput
 from control_plane.explain import (
@@ -22,7 +23,6 @@ from control_plane.explain import (
     client_at,
     explain,
     in_chunks,
-    parse_header,
     with_framing,
 )
 from control_plane.policy.model import Policy
@@ -91,7 +91,7 @@ def explain_command(
     """Show what the sidecar would do to a request. It runs the sidecar's own Lua here, and sends nothing."""
     check_request_line(method, path)
     body = _body(data)
-    lines = with_framing([_header(line) for line in headers], body)
+    lines = with_framing([request_header(line) for line in headers], body)
     chosen = read_policy(policy, policy_name)
     sender = client_at(peer, identity, _claims(claims, chosen))
     trusted = chosen.trust and chosen.trust.claims
@@ -102,13 +102,6 @@ def explain_command(
         click.echo(json.dumps(_explained(found)))
     else:
         _print_explanation(found, chosen)
-
-
-def _header(line: str) -> tuple[str, str]:
-    parsed = parse_header(line)
-    if parsed is None:
-        raise BadInput(f"-H: {line!r} is not a valid header. Use NAME: VALUE, for example 'X-Vllm-Priority: -10'.")
-    return parsed
 
 
 def _claims(texts: tuple[str, ...], policy: Policy) -> dict[str, str | list[str]]:

@@ -19,6 +19,7 @@ OPTIONS: Mapping[str, str] = {
     "uid": "--sidecar-uid",
     "listen_host": "--sidecar-listen-host",
     "concurrency": "--sidecar-concurrency",
+    "class_name": "--class",
 }
 """The options that are not called like the field that they set. Errors and advice of the core name fields."""
 
@@ -85,6 +86,16 @@ def what_to_use(parameter: click.Parameter) -> str:
 
 option = partial(click.option, cls=Option)
 Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def request_header(line: str) -> tuple[str, str]:
+    """Return the name and the value of a header that -H gives. BadInput if it is not valid."""
+    from control_plane.explain import parse_header
+
+    parsed = parse_header(line)
+    if parsed is None:
+        raise BadInput(f"-H: {line!r} is not a valid header. Use NAME: VALUE, for example 'X-Vllm-Priority: -10'.")
+    return parsed
 
 
 def whole_numbers(numbers: range) -> click.IntRange:

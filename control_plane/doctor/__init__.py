@@ -5,6 +5,7 @@ it will send. docs/guides/doctor.md explains each check and why its result is a 
 """
 
 from control_plane.doctor.examination import examine
+from control_plane.doctor.exposition import exposition
 from control_plane.doctor.kubeconfig import find_access
 from control_plane.doctor.kubernetes import cluster_table, examine_cluster
 from control_plane.doctor.report import STYLES, Report, Row, Verdict, further_help, table
@@ -12,5 +13,5 @@ from control_plane.doctor.settings import DoctorSettings
 
 __all__ = [
     "STYLES", "DoctorSettings", "Report", "Row", "Verdict", "cluster_table", "examine", "examine_cluster",
-    "find_access", "further_help", "table",
+    "exposition", "find_access", "further_help", "table",
 ]  # fmt: skip

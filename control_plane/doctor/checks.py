@@ -1,11 +1,18 @@
 """The first checks: the server responds, it is vLLM, it accepts the API key, and it serves the model."""
 
+import asyncio
+import ssl
 import time
+from datetime import UTC, datetime, timedelta
+from urllib.parse import urlsplit
 
 import httpx
 
 from control_plane.doctor.responses import json_content, member, one_line, summarized
 from control_plane.doctor.server import LOOK_AT_LOG, Server, StopExamination
+from control_plane.vllm import GENERATE_ROUTE, RENDER_ROUTES
+
+_ENDS_SOON = timedelta(days=14)
 
 
 async def check_basics(server: Server) -> bool:
@@ -19,6 +26,7 @@ async def check_basics(server: Server) -> bool:
         await _check_is_vllm(server)
         server.add("reachable", "ok", reached, status=status)
         await _check_model(server)
+        await _check_prefix(server)
     except StopExamination:
         return False
     except (httpx.HTTPError, ValueError) as error:
@@ -33,9 +41,19 @@ async def _check_reachable(server: Server) -> tuple[str, int]:
     started = time.monotonic()
     try:
         response = await server.client.get("/health")
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, ssl.SSLError) as error:  # httpx lets some errors of TLS through.
         seen = f"The server cannot be reached: {server.reason(error)}."
+        if server.url.startswith("https:") and isinstance(
+            error, (httpx.ReadError, httpx.RemoteProtocolError, ssl.SSLError)
+        ):
+            # With TLS 1.3, a client hears that its certificate is missing only when it reads.
+            cure = f"If it requires a client certificate, use {server.spell('client_cert')}. If not, look at its log."
+            closed = "The server closed the connection after the TLS handshake."
+            raise server.stop("TLS", closed, cure) from None
+        if await _serves_https(server):
+            raise server.stop("TLS", "The server serves HTTPS.", f"Use https:// in {option}.") from None
         raise server.stop("reachable", seen, f"Start the server, or correct {option}.") from None
+    _check_certificate(server, response)
     status = response.status_code
     if status in {502, 503, 504}:
         seen = f"GET /health returned {status}: {summarized(response)}."
@@ -45,6 +63,60 @@ async def _check_reachable(server: Server) -> tuple[str, int]:
         seen = f"GET /health returned {status}, a redirect to {response.headers.get('location', '')}."
         raise server.stop("reachable", seen, f"Use that URL for {option}.")
     return f"GET /health returned {status} in {(time.monotonic() - started) * 1000:.0f} ms.", status
+
+
+async def _serves_https(server: Server) -> bool:
+    """Return whether a server that does not respond to HTTP responds to TLS."""
+    parts = urlsplit(server.url)
+    if parts.scheme != "http":
+        return False
+    unverified = ssl.create_default_context()
+    unverified.check_hostname, unverified.verify_mode = False, ssl.CERT_NONE
+    try:
+        connecting = asyncio.open_connection(parts.hostname, parts.port or 80, ssl=unverified)
+        _, writer = await asyncio.wait_for(connecting, server.settings.timeout)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True
+
+
+def _check_certificate(server: Server, response: httpx.Response) -> None:
+    """Add a row about the certificate of a server with HTTPS, which the connection has verified."""
+    connection = response.extensions.get("network_stream")
+    tls = connection.get_extra_info("ssl_object") if connection else None
+    certificate = tls.getpeercert() if tls else None
+    if not certificate:
+        return
+    end = datetime.fromtimestamp(ssl.cert_time_to_seconds(certificate["notAfter"]), UTC)
+    seen = f"The certificate is trusted, and valid until {end:%Y-%m-%d %H:%M} UTC."
+    if end - datetime.now(UTC) < _ENDS_SOON:
+        server.add("TLS", "warn", seen, "Renew it.", not_after=end.isoformat())
+    else:
+        server.add("TLS", "ok", seen, not_after=end.isoformat())
+
+
+async def _check_prefix(server: Server) -> None:
+    """Where the URL has a path, add a row that says whether a sidecar edits the requests below it.
+
+    The bodies are empty objects, which vLLM rejects. A sidecar reports what it did on such responses, too.
+    """
+    parts = urlsplit(server.url)
+    prefix = parts.path.rstrip("/")
+    if not prefix:
+        return
+    route = RENDER_ROUTES[0] if server.role == "render" else GENERATE_ROUTE
+    reports = []
+    for url in (route, f"{parts.scheme}://{parts.netloc}{route}"):
+        request = server.client.build_request("POST", url, json={}, headers={server.settings.header: "-1"})
+        request.headers.pop("authorization", None)  # Outside the prefix, it could be another server's path.
+        reports.append((await server.client.send(request)).headers.get(server.settings.report_header))
+    evidence = {"applied": reports[0], "applied_without_prefix": reports[1]}
+    if reports[0]:
+        server.add("prefix", "ok", f"The sidecar edits requests below {prefix}.", **evidence)
+    elif reports[1]:
+        seen = f"The sidecar reported what it did to {route}, and nothing of {prefix}{route}: it does not edit that."
+        server.add("prefix", "lost", seen, f"Set routes.root_path to {prefix} in the sidecar's policy.", **evidence)
 
 
 async def _check_is_vllm(server: Server) -> None:

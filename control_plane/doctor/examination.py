@@ -1,6 +1,7 @@
 """The examination: which checks are made, in which order, and what is announced before each."""
 
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 from control_plane.doctor.checks import check_basics
 from control_plane.doctor.generate_route import SMALL_TOKENS, check_generate_route
@@ -54,13 +55,16 @@ async def examine(
 
 
 def _plan_of_basics(server: Server) -> str:
-    return f"{server.role} {server.url}: GET /health, /version and /v1/models."
+    plan = f"{server.role} {server.url}: GET /health, /version and /v1/models."
+    has_prefix = urlsplit(server.url).path.strip("/")
+    return plan + (" POST an empty object with and without the URL's path." if has_prefix else "")
 
 
 def _plan_of_render_routes(server: Server) -> str:
     return (
         f"{server.role} {server.url}: POST to {len(RENDER_ROUTES)} render routes, four times each: without a priority, "
-        f"with {server.priority} in the header {server.settings.header}, in the body, and with both."
+        f"with {server.priority} in the header {server.settings.header}, in the body, and with both"
+        + (f"; and once with the class {name}." if (name := server.settings.class_name) else ".")
     )
 
 

@@ -23,7 +23,7 @@ from control_plane.kubernetes_api import FAILURES, ApiAccess, reason
 Manifest = Mapping[str, Any]
 """An object as the Kubernetes API returns it."""
 
-_RESOURCES = {
+RESOURCES = {
     "Pod": ("/api/v1", "pods"),
     "Service": ("/api/v1", "services"),
     "Deployment": ("/apis/apps/v1", "deployments"),
@@ -36,6 +36,7 @@ _RESOURCES = {
     "InferencePool": ("/apis/inference.networking.k8s.io/v1", "inferencepools"),
     "InferencePool (alpha)": ("/apis/inference.networking.x-k8s.io/v1alpha2", "inferencepools"),
 }
+"""What it lists: kind -> path of the API group, plural name."""
 _WORKLOADS = ("Deployment", "StatefulSet", "DaemonSet", "Job", "CronJob", "LeaderWorkerSet", "Rollout")
 _LEADER_WORKER_SET = "leaderworkerset.sigs.k8s.io"
 _RESTARTABLE = frozenset({"Deployment", "StatefulSet", "DaemonSet"})
@@ -99,16 +100,16 @@ async def examine_cluster(access: ApiAccess, namespace: str | None = None) -> Cl
     objects: dict[str, list[Manifest]] = {}
     findings: list[Finding] = []
     async with access.client(_TIMEOUT_SECONDS) as client:
-        listed = await asyncio.gather(*(_list(client, kind, namespace) for kind in _RESOURCES), return_exceptions=True)
-    for kind, found in zip(_RESOURCES, listed, strict=True):
+        listed = await asyncio.gather(*(_list(client, kind, namespace) for kind in RESOURCES), return_exceptions=True)
+    for kind, found in zip(RESOURCES, listed, strict=True):
         if isinstance(found, list):
             objects[kind] = found
         elif kind != "Pod" and isinstance(found, httpx.HTTPStatusError) and found.response.status_code == 403:
             findings.append(
-                Finding(kind, namespace or "", "*", "unknown", f"This user may not list {_RESOURCES[kind][1]}.")
+                Finding(kind, namespace or "", "*", "unknown", f"This user may not list {RESOURCES[kind][1]}.")
             )
         elif isinstance(found, FAILURES):
-            raise CheckFailed(f"{access.url}: cannot list {_RESOURCES[kind][1]}: {reason(found)}")
+            raise CheckFailed(f"{access.url}: cannot list {RESOURCES[kind][1]}: {reason(found)}")
         else:
             raise found
     examined = examine_objects(objects)
@@ -116,7 +117,7 @@ async def examine_cluster(access: ApiAccess, namespace: str | None = None) -> Cl
 
 
 async def _list(client: httpx.AsyncClient, kind: str, namespace: str | None) -> list[Manifest]:
-    root, resource = _RESOURCES[kind]
+    root, resource = RESOURCES[kind]
     where = f"/namespaces/{namespace}" if namespace is not None else ""
     response = await client.get(f"{root}{where}/{resource}")
     if response.status_code == 404:

@@ -81,7 +81,27 @@ async def check_render_routes(server: Server) -> list[int] | None:
         if cases is not None:
             tokens = tokens or cases.none.tokens
             _judge(server, route, cases)
+    if tokens and server.settings.class_name:
+        await _check_class(server, server.settings.class_name)
     return tokens
+
+
+async def _check_class(server: Server, name: str) -> None:
+    """Add a row that says whether a class of the policy arrives as its number."""
+    route, check = RENDER_ROUTES[0], f"class {name}"
+    body = {"model": server.model, **_PROMPTS[route]}
+    response = await server.client.post(route, json=body, headers={server.settings.header: name})
+    rendered = _Rendered.of(response, server.settings.report_header)
+    report = parse_report(rendered.report)
+    seen = f"The rendered priority is {rendered.shown} with {name} in the header.{server.reported(rendered.report)}"
+    evidence: dict[str, Any] = {"status": rendered.status, "priority": rendered.priority, "applied": rendered.report}
+    if rendered.status == 400 and rendered.error_param == server.settings.header.lower():
+        next_step = "The policy does not have this class, or not for this client. Look at classes in the policy."
+        server.add(check, "warn", seen, next_step, **evidence)
+    elif report and report.source == "class" and rendered.priority == report.priority:
+        server.add(check, "ok", seen, brief=f"priority {rendered.priority}", **evidence)
+    else:
+        server.add(check, "lost", seen, server.advice_for_lost_header(rendered.report), **evidence)
 
 
 async def _four_cases(server: Server, route: str) -> _Cases | None:

@@ -61,7 +61,9 @@ class Row:
             return ""
         if self.verdict == "fail":
             topic = _ERRORS
-        elif self.verdict != "lost" or not (self.check.startswith("/") or self.check.endswith("by the header")):
+        elif self.verdict != "lost" or not (
+            self.check.startswith(("/", "class ", "prefix")) or self.check.endswith("by the header")
+        ):
             topic = _NO_EFFECT
         else:
             report = str(self.evidence.get("applied") or "")

@@ -78,6 +78,10 @@ def gauge_values(metrics: str, name: str) -> list[float]:
     return [sample.value for sample in samples if sample.name == name and math.isfinite(sample.value)]
 
 
+_NO_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG", "UNEXPECTED_MESSAGE")
+"""What OpenSSL says of a server that responds in plain HTTP."""
+
+
 def failure_reason(error: BaseException, timeout: float) -> str:
     """Return in a clause why a request failed; `timeout` is the time that it was given, in seconds."""
     if isinstance(error, httpx.TimeoutException):
@@ -86,6 +90,8 @@ def failure_reason(error: BaseException, timeout: float) -> str:
     while cause is not None:
         if isinstance(cause, ssl.SSLCertVerificationError):
             return f"its certificate is not trusted: {cause.verify_message}"
+        if isinstance(cause, ssl.SSLError) and cause.reason in _NO_TLS:
+            return "it does not use TLS, so its URL begins with http://"
         if isinstance(cause, ConnectionRefusedError):
             return "the connection was refused"
         if isinstance(cause, socket.gaierror):

@@ -123,10 +123,11 @@ async def connect(
 ) -> AsyncIterator[Server]:
     """Connect to a server during the block; see Server for the arguments."""
     host = urlsplit(url).hostname or ""
-    headers = {"authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
+    headers = [*settings.headers, *([("authorization", f"Bearer {settings.api_key}")] if settings.api_key else [])]
     async with httpx.AsyncClient(
         base_url=url.rstrip("/"),
         headers=headers,
+        verify=settings.tls(),
         timeout=httpx.Timeout(settings.timeout, connect=min(settings.timeout, 5.0)),
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=4),
         trust_env=not _is_loopback(host),

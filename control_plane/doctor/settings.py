@@ -1,6 +1,7 @@
 """The settings of one examination."""
 
 import re
+import ssl
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -27,6 +28,11 @@ class DoctorSettings:
         timeout: How long to wait for an ordinary response, in seconds.
         queue_timeout: How long to wait for the queue to change, in seconds.
         max_fill: The largest number of long requests that may be sent to fill the engine's slots.
+        headers: Further headers to send with each request, for example the one that names a tenant.
+        class_name: A class of the policy to examine on the routes, too, or None.
+        ca: A file with the certificates to trust, in PEM. None trusts those of the system.
+        client_cert: A file with the certificate to present, in PEM, or None.
+        client_key: The file with its key. None: `client_cert` contains it.
         poll: The time between two reads of the queue's gauges, in seconds.
 
     Raises:
@@ -43,6 +49,11 @@ class DoctorSettings:
     timeout: float = 10.0
     queue_timeout: float = 20.0
     max_fill: int = 8
+    headers: tuple[tuple[str, str], ...] = ()
+    class_name: str | None = None
+    ca: str | None = None
+    client_cert: str | None = None
+    client_key: str | None = None
     poll: float = 0.02
 
     def __post_init__(self) -> None:
@@ -67,8 +78,29 @@ class DoctorSettings:
         for field, number in (("timeout", self.timeout), ("queue_timeout", self.queue_timeout)):
             if not 0 < number < float("inf"):
                 raise InvalidField(field, f"{number:g} is not a valid time. Use a number of seconds above 0.")
+        if self.class_name is not None and not re.fullmatch(r"[!-~]+", self.class_name):
+            raise InvalidField("class_name", f"{self.class_name!r} is not a class. Use its name, for example batch.")
+        self.tls()
         if self.max_fill < 1:
             raise InvalidField("max_fill", f"{self.max_fill} is not a valid number of requests. Use 1 or more.")
+
+    def tls(self) -> ssl.SSLContext:
+        """Return what a TLS connection is verified with. InvalidField if a file cannot be used."""
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+        except (OSError, ValueError) as error:
+            raise InvalidField("ca", f"{self.ca!r} cannot be read as certificates in PEM: {error}.") from None
+        if self.client_cert is not None:
+            try:
+                # An empty password: without it, OpenSSL would ask for one at the terminal.
+                context.load_cert_chain(self.client_cert, self.client_key, password="")
+            except (OSError, ValueError) as error:
+                files = f"{self.client_cert!r}" + (f" with {self.client_key!r}" if self.client_key else "")
+                what = f"{files} cannot be read as a certificate and its key in PEM: {error}."
+                raise InvalidField("client_cert", what) from None
+        elif self.client_key is not None:
+            raise InvalidField("client_key", "there is no certificate for this key. Give the certificate, too.")
+        return context
 
 
 def _check_url(field: str, url: str) -> None:

@@ -38,6 +38,7 @@ _Handlers = dict[str, Callable[..., Any]]
 def create_app(settings: SimulatorSettings) -> FastAPI:
     """Return the ASGI application of one simulated server."""
     app = FastAPI(openapi_url=None)
+    app.root_path = settings.root_path  # as vLLM sets it
     app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
     if settings.api_key:
         app.add_middleware(Authentication, api_key=settings.api_key)

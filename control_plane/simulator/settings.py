@@ -18,6 +18,7 @@ class SimulatorSettings:
         dev_mode: `VLLM_SERVER_DEV_MODE=1`, which adds /server_info.
         version: The version that /version reports.
         model: The name of the served model.
+        root_path: `--root-path`: the routes are served below it, too.
         max_model_len: The context length in tokens.
     """
 
@@ -30,4 +31,5 @@ class SimulatorSettings:
     dev_mode: bool = False
     version: str = "0.32.0"
     model: str = "simulated"
+    root_path: str = ""
     max_model_len: int = 4096

@@ -137,3 +137,50 @@ def test_a_dead_server_behind_a_sidecar_is_recognized(sidecar: SidecarFactory) -
         dead = address_of(url)
     found = ask(render=f"http://{sidecar('render', to=dead, fresh=True).address}")
     assert "vLLM behind it did not" in row(found, "reachable").next_step
+
+
+@pytest.mark.parametrize(
+    ("policy", "verdict", "said"),
+    [
+        ("classes: {urgent: -20}", "ok", "The rendered priority is -20 with urgent in the header."),
+        ("classes: {batch: 20}", "warn", "The rendered priority is missing (status 400: "),
+        ("header: x-other", "lost", "The rendered priority is 0 with urgent in the header."),
+    ],
+)
+def test_a_class_arrives_as_its_number(
+    sidecar: SidecarFactory, render_server: Address, policy: str, verdict: str, said: str
+) -> None:
+    front = sidecar("render", policy, to=render_server, fresh=True)
+    found = row(ask(render=f"http://{front.address}", class_name="urgent"), "class urgent")
+    assert (found.verdict, said in found.seen) == (verdict, True), found
+
+
+def test_a_class_is_lost_without_a_sidecar(render_server: Address) -> None:
+    found = row(ask(render=f"http://{render_server}", class_name="urgent"), "class urgent")
+    assert (found.verdict, found.see) == ("lost", "docs/troubleshooting.md#the-sidecar-does-not-report")
+
+
+def test_the_doctor_can_examine_as_one_tenant(sidecar: SidecarFactory, render_server: Address) -> None:
+    policy = "tenants: {header: x-tenant, rules: {batch: {range: {min: 0, outside: clamp}}}}"
+    front = sidecar("render", policy, to=render_server, fresh=True)
+    as_tenant = ask(render=f"http://{front.address}", headers=(("X-Tenant", "batch"),))
+    assert " 0 with -10 in the header" in row(as_tenant, CHAT).seen
+    assert " -10 with -10 in the header" in row(ask(render=f"http://{front.address}"), CHAT).seen
+
+
+@pytest.mark.parametrize(("policy", "verdict"), [("{}", "lost"), ("routes: {root_path: /llm}", "ok")])
+def test_a_prefix_that_the_sidecar_does_not_edit_is_named(sidecar: SidecarFactory, policy: str, verdict: str) -> None:
+    with run(SimulatorSettings(kind="render", root_path="/llm")) as url:
+        front = sidecar("render", policy, to=address_of(url), fresh=True)
+        found = ask(render=f"http://{front.address}/llm")
+    assert row(found, CHAT).verdict == verdict
+    assert row(found, "prefix").verdict == verdict
+    if verdict == "lost":
+        assert row(found, "prefix").next_step == "Set routes.root_path to /llm in the sidecar's policy."
+
+
+def test_a_prefix_of_a_server_without_a_sidecar_is_no_finding() -> None:
+    with run(SimulatorSettings(kind="render", root_path="/llm")) as url:
+        found = ask(render=f"{url}/llm")
+    assert [row.check for row in found.rows if row.check == "prefix"] == []
+    assert row(found, CHAT).verdict == "lost"

@@ -6,16 +6,19 @@ import json
 import re
 import shlex
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from control_plane import doctor
@@ -25,6 +28,7 @@ from control_plane.doctor.server import Server
 from control_plane.errors import InvalidField
 from control_plane.simulator import SimulatorSettings, run
 from control_plane.vllm import GENERATE_ROUTE, RENDER_ROUTES, Role
+from tests.pem import Authority, write_pair
 
 ENGINE = SimulatorSettings(kind="engine")
 RENDER = SimulatorSettings(kind="render")
@@ -489,3 +493,127 @@ def test_the_table_fits_80_columns_and_shows_every_check_and_verdict_whole(fault
 )
 def test_a_gauge_is_read_from_prometheus_text(metrics: str, values: list[float]) -> None:
     assert gauge_values(metrics, "g") == values
+
+
+# ---- TLS -----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def https_server(folder: Path, client_ca: Path | None = None, **certificate: float) -> Iterator[tuple[str, Path]]:
+    """A server with HTTPS that is not vLLM: its URL, and the CA that signed its certificate."""
+    authority = Authority()
+    cert, key = authority.write(folder / "server", "127.0.0.1", **certificate)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.load_cert_chain(cert, key)
+    if client_ca:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(client_ca)
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        server.handle_error = lambda *_: None  # type: ignore[method-assign]
+        server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"https://127.0.0.1:{server.server_port}", authority.write_ca(folder / "ca.crt")
+        server.shutdown()
+
+
+@pytest.mark.parametrize(("days", "verdict"), [(20, "ok"), (13, "warn")])
+def test_the_certificate_has_a_row(tmp_path: Path, days: float, verdict: str) -> None:
+    with https_server(tmp_path, days=days) as (url, ca):
+        found = row(ask(engine=url, ca=str(ca)), "TLS")
+    assert found.verdict == verdict
+    assert re.fullmatch(r"The certificate is trusted, and valid until 20\d\d-\d\d-\d\d \d\d:\d\d UTC\.", found.seen)
+
+
+def test_a_certificate_that_is_not_trusted_is_named(tmp_path: Path) -> None:
+    with https_server(tmp_path) as (url, _):
+        (found,) = ask(engine=url).rows
+    assert (found.check, found.verdict) == ("reachable", "fail")
+    assert "its certificate is not trusted" in found.seen
+
+
+def test_a_server_that_requires_a_client_certificate_says_so(tmp_path: Path) -> None:
+    clients = Authority("clients")
+    cert, key = clients.write(tmp_path / "client", "me")
+    with https_server(tmp_path, clients.write_ca(tmp_path / "clients.crt")) as (url, ca):
+        without = ask(engine=url, ca=str(ca))
+        with_one = ask(engine=url, ca=str(ca), client_cert=str(cert), client_key=str(key))
+    (found,) = without.rows
+    assert (found.check, found.verdict) == ("TLS", "fail")
+    assert found.next_step.startswith("If it requires a client certificate, use <client_cert>.")
+    assert row(with_one, "TLS").verdict == "ok"
+
+
+def test_http_and_https_are_told_apart(tmp_path: Path) -> None:
+    with https_server(tmp_path) as (url, _):
+        (found,) = ask(engine=url.replace("https:", "http:")).rows
+    assert (found.check, found.seen, found.next_step) == (
+        "TLS", "The server serves HTTPS.", "Use https:// in <engine>.",
+    )  # fmt: skip
+    with run(ENGINE) as url:
+        (found,) = ask(engine=url.replace("http:", "https:")).rows
+    assert found.seen == "The server cannot be reached: it does not use TLS, so its URL begins with http://."
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"ca": "missing"}, "ca: 'missing' cannot be read as certificates in PEM: "),
+        ({"ca": "junk"}, "ca: 'junk' cannot be read as certificates in PEM: "),
+        ({"client_cert": "junk"}, "client_cert: 'junk' cannot be read as a certificate and its key in PEM: "),
+        ({"client_cert": "locked/tls.crt", "client_key": "locked/tls.key"}, "client_cert: 'locked/tls.crt' with "),
+        ({"client_key": "junk"}, "client_key: there is no certificate for this key."),
+        ({"class_name": "two words"}, "class_name: 'two words' is not a class."),
+    ],
+)
+def test_files_that_cannot_be_used_are_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, Any], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "junk").write_text("-----BEGIN CERTIFICATE-----\n")
+    (tmp_path / "locked").mkdir()
+    write_pair(tmp_path / "locked", password=b"secret")
+    with pytest.raises(InvalidField) as raised:
+        DoctorSettings(engine="https://engine", **files)
+    assert str(raised.value).startswith(said)
+
+
+# ---- Metrics -------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_as_prometheus_metrics(fault: Report) -> None:
+    families = {family.name: family for family in text_string_to_metric_families(doctor.exposition(fault))}
+    checks = {
+        (sample.labels["server"], sample.labels["check"]): (sample.labels["verdict"], sample.value)
+        for sample in families["vllm_priority_doctor_check"].samples
+    }
+    assert checks == {(row.server, row.check): (row.verdict, 1) for row in fault.rows}
+    assert families["vllm_priority_doctor_priority_lost"].samples[0].value == 1
+    assert time.time() - families["vllm_priority_doctor_last_run_timestamp_seconds"].samples[0].value < 60
+
+
+def test_the_command_prints_metrics(capsys: pytest.CaptureFixture[str]) -> None:
+    from control_plane.cli import main
+
+    with run(RENDER) as url, pytest.raises(SystemExit) as ended:
+        main(["doctor", "--render", url, "--prometheus"])
+    assert ended.value.code == 1
+    assert 'vllm_priority_doctor_check{check="/v1/completions/render",' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--json", "--prometheus"], "--json and --prometheus are two formats. Use one of them."),
+        (["-H", "no header"], "-H: 'no header' is not a valid header. Use NAME: VALUE"),
+        (["--class", "two words"], "--class: 'two words' is not a class. Use its name, for example batch."),
+    ],
+)
+def test_a_wrong_use_of_the_options_is_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    from control_plane.cli import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--engine", "http://127.0.0.1:1", *arguments])
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err

@@ -295,6 +295,16 @@ def test_a_cluster_that_loses_priorities_exits_with_1_and_says_where(
     assert set(report["findings"][0]) == {"kind", "namespace", "name", "verdict", "seen", "next_step"}
 
 
+def test_a_cluster_as_prometheus_metrics(api: Api, kubeconfig: Path, doctor: Doctor) -> None:
+    api.responses[LISTS["Pod"]]["items"] = [pod(), pod()]
+    api.responses[LISTS["Service"]]["items"] = [service(8000)]
+    status, out, _ = doctor("--kubeconfig", kubeconfig, "--prometheus")
+    assert status == 1
+    assert 'vllm_priority_doctor_objects{kind="Pod",namespace="ml",verdict="ok"} 2.0' in out
+    assert 'vllm_priority_doctor_objects{kind="Service",namespace="ml",verdict="lost"} 1.0' in out
+    assert "\nvllm_priority_doctor_priority_lost 1.0\n" in out
+
+
 def test_a_cluster_without_the_label_exits_with_1(kubeconfig: Path, doctor: Doctor) -> None:
     status, out, _ = doctor("--kubeconfig", kubeconfig, "--json")
     assert (status, json.loads(out)["findings"]) == (1, [])

@@ -7,14 +7,15 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from control_plane.doctor.kubernetes import RESOURCES
 from control_plane.injector.manifests import inject_stream, uninject_stream
 from control_plane.injector.settings import InjectorSettings
 from control_plane.policy.model import Policies
 from tests.helm import KUBERNETES_VERSIONS
 from tools.build_manifests import injected_example
 
-EXAMPLE = Path(__file__).parents[2] / "deploy" / "examples" / "scale-out"
-TEXTS = {file.name: file.read_text() for file in sorted(EXAMPLE.glob("*.yaml"))} | {"injected": injected_example()}
+EXAMPLES = Path(__file__).parents[2] / "deploy" / "examples"
+TEXTS = {file.name: file.read_text() for file in sorted(EXAMPLES.glob("*/*.yaml"))} | {"injected": injected_example()}
 
 
 def documents(name: str) -> list[dict[str, Any]]:
@@ -26,6 +27,16 @@ def documents(name: str) -> list[dict[str, Any]]:
 def test_kubernetes_accepts_it(name: str, version: str) -> None:
     for document in documents(name):
         kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_the_periodic_doctor_may_list_what_it_looks_at_and_nothing_else() -> None:
+    (role,) = (document for document in documents("cronjob.yaml") if document["kind"] == "ClusterRole")
+    allowed = {
+        (group, resource) for rule in role["rules"] for group in rule["apiGroups"] for resource in rule["resources"]
+    }
+    needed = {(path.split("/")[2] if path != "/api/v1" else "", plural) for path, plural in RESOURCES.values()}
+    assert allowed == needed
+    assert {verb for rule in role["rules"] for verb in rule["verbs"]} == {"list"}
 
 
 @pytest.mark.parametrize("name", ["scale-out.yaml", "injected"])
