@@ -292,7 +292,7 @@ def _latency(results: Results) -> str:
                 mark = _mark(results, letter, body)
                 line.append(f"{found['p50_ms']:.2f} / {found['p99_ms']:.2f}{mark}{late}")
         rows.append(line)
-    note = "p50 / p99 in ms at a fixed rate, the same for all. Under 100 answers, p99 is the slowest."
+    note = "p50 / p99 in ms at a fixed rate, the same for all. With fewer than 100 responses, p99 is the slowest."
     return _markdown("Latency", ["body", *names.values()], rows, note)
 
 
