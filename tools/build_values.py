@@ -89,6 +89,10 @@ _TYPES: dict[str, Any] = {
         "prometheusLabels": _LABELS,
         "apiServerPorts": {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 65535}},
     },
+    "api": {
+        "tokenSecret": _NAME_OR_EMPTY,
+        "consoleProxies": {"type": "array", "items": {"type": "string", "pattern": "^[0-9a-fA-F.:]+$"}},
+    },
     "monitoring": {
         "serviceMonitor": _BOOL,
         "podMonitor": _BOOL,

@@ -67,7 +67,8 @@ VARIANTS: Mapping[str, Variant] = {
                 "alerts": True,
                 "dashboard": True,
                 "labels": {"team": "ml"},
-            }
+            },
+            "api": {"tokenSecret": "api-token"},
         },
         _MONITORS,
     ),
@@ -78,6 +79,7 @@ VARIANTS: Mapping[str, Variant] = {
     "outside": Variant({"webhook": {"url": "https://192.0.2.7:8443/inject", "failurePolicy": "Fail"}}),
     "everything-set": Variant(
         {
+            "api": {"tokenSecret": "api-token", "consoleProxies": ["10.1.2.3", "2001:db8::1"]},
             "image": {"repository": "images.example/ml/vllm-priority", "tag": "1.2.3", "pullPolicy": "Always"},
             "imagePullSecrets": [{"name": "images"}],
             "replicas": 3,

@@ -60,6 +60,24 @@ CASES: dict[str, tuple[list[tuple[str, str]], str, set[str]]] = {
                      {"VllmPrioritiesLost"}),
     "a sidecar stays behind": ([stale("0x10 1x100")], "30m", {"VllmPrioritySidecarsNotInSync"}),
     "a sidecar is behind for 5 minutes": ([stale("0x10 1x4 0x100")], "16m", set()),
+    "a sidecar needs a restart": ([gauge("sidecars_to_restart", "0x10 1x100", ',key="routes.root_path"')], "1h",
+                                  {"VllmPrioritySidecarsToRestart"}),
+    "a sidecar is restarted": ([gauge("sidecars_to_restart", "0x10 1x20 0x100", ',key="ordinary"')], "1h", set()),
+    "the doctor finds an engine with fcfs": (
+        [('vllm_priority_doctor_check{server="engine",check="scheduling policy",verdict="lost"}', "1x100")], "1h",
+        {"VllmPriorityDoctorFindsLoss"},
+    ),
+    "the doctor finds a Service that bypasses": (
+        [('vllm_priority_doctor_objects{kind="Service",namespace="ml",verdict="lost"}', "2x100")], "1h",
+        {"VllmPriorityDoctorFindsLoss"},
+    ),
+    "the doctor finds nothing": (
+        [
+            ('vllm_priority_doctor_check{server="engine",check="scheduling policy",verdict="ok"}', "1x100"),
+            ('vllm_priority_doctor_objects{kind="Service",namespace="ml",verdict="ok"}', "2x100"),
+        ],
+        "1h", set(),
+    ),
     "the policy is not valid": ([gauge("policy_broken", "0x10 1x100")], "30m", {"VllmPriorityPolicyNotValid"}),
     "the control plane is gone": ([gauge("policy_broken", "0x10 stale")], "30m", {"VllmPriorityControlPlaneGone"}),
     "another replica takes over": (

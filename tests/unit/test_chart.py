@@ -441,6 +441,19 @@ class TestCertificates:
         assert {item["key"] for item in source["secret"]["items"]} == {"tls.crt", "tls.key", "ca.crt"}
 
 
+def test_with_a_token_for_the_api_prometheus_sends_it(rendered: dict[str, Objects]) -> None:
+    (spec,) = (d["spec"]["template"]["spec"] for d in find(rendered["monitors"], "Deployment"))
+    (container,) = spec["containers"]
+    (volume,) = (volume for volume in spec["volumes"] if volume["name"] == "api-token")
+    (mount,) = (mount for mount in container["volumeMounts"] if mount["name"] == "api-token")
+    assert volume["secret"] == {"secretName": "api-token", "items": [{"key": "token", "path": "token"}]}
+    assert f"--api-token-file={mount['mountPath']}/token" in container["args"]
+    (endpoint,) = one(rendered["monitors"], "ServiceMonitor")["spec"]["endpoints"]
+    assert endpoint["authorization"] == {"credentials": {"name": "api-token", "key": "token"}}
+    (everything,) = (d["spec"]["template"]["spec"] for d in find(rendered["everything-set"], "Deployment"))
+    assert {"--console-proxy=10.1.2.3", "--console-proxy=2001:db8::1"} <= set(everything["containers"][0]["args"])
+
+
 def test_newer_kinds_are_created_only_if_the_cluster_has_them(rendered: dict[str, Objects]) -> None:
     assert find(rendered["default"], "PodDisruptionBudget")
     assert not find(rendered["oldest"], "PodDisruptionBudget")
