@@ -130,6 +130,14 @@ def dashboard() -> str:
             ],
             "short", 12, 36, 12,
         ),
+        # vLLM's metrics do not tell priorities apart. The time to first byte by priority, above, is the sidecar's.
+        _series("Engines: time in the queue", _of_engines("request_queue_time_seconds"), "s", 0, 44, 8),
+        _series("Engines: time to first token", _of_engines("time_to_first_token_seconds"), "s", 8, 44, 8),
+        _series(
+            "Engines: requests that run and that wait",
+            [(f"sum(vllm:num_requests_{state}{{{_WHERE}}})", state) for state in ("running", "waiting")],
+            "short", 16, 44, 8,
+        ),
     ]  # fmt: skip
     for number, panel in enumerate(panels, start=1):
         panel["id"] = number
@@ -198,6 +206,12 @@ def _sidecars(selector: str) -> str:
     """Number of sidecars. One that moved to another replica is counted twice until the first replica forgets it."""
     there = f"(max({_CONTROL_PLANE}_policy_broken{{{_WHERE}}}) * 0)"
     return f"sum({_CONTROL_PLANE}_sidecars{{{_WHERE},{selector}}}) or {there}"
+
+
+def _of_engines(histogram: str) -> list[tuple[str, str]]:
+    """The median and the p99 of a histogram of vLLM."""
+    rate = f"sum by (le) (rate(vllm:{histogram}_bucket{{{_WHERE}}}[$__rate_interval]))"
+    return [(f"histogram_quantile({q}, {rate})", name) for q, name in (("0.5", "p50"), ("0.99", "p99"))]
 
 
 def _stat(title: str, expression: str, unit: str, x: int, y: int, warn_at: float | None = None) -> dict[str, Any]:

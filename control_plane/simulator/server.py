@@ -57,6 +57,9 @@ class SimulatedServer:
         preempted.labels(*labels)
         queued = Histogram("vllm:request_queue_time_seconds", "Time in WAITING phase.", names, registry=self.registry)
         self._queue_time = queued.labels(*labels)
+        text = "Histogram of time to first token in seconds."
+        first = Histogram("vllm:time_to_first_token_seconds", text, names, registry=self.registry)
+        self._time_to_first_token = first.labels(*labels)
 
     def check_model(self, name: str | None) -> None:
         """Raise vLLM's 404 if this is not the served model; None stands for the served one."""
@@ -97,6 +100,8 @@ class SimulatedServer:
             reply = job.reply
             for index, token in enumerate(reply, 1):
                 await asyncio.sleep(1 / self.settings.tokens_per_second)
+                if index == 1:
+                    self._time_to_first_token.observe(time.monotonic() - arrived)
                 yield token, index == len(reply)
 
     async def all_steps(self, job: Job) -> list[int]:

@@ -15,6 +15,8 @@ import yaml
 from control_plane.address import Address
 from control_plane.policy.model import Policy
 from control_plane.render.placement import Placement
+from control_plane.simulator import SimulatorSettings
+from control_plane.simulator import run as simulate
 from tests.pem import write_pair
 from tests.prometheus import program
 from tools.build_dashboard import dashboard
@@ -39,10 +41,10 @@ class Prometheus:
         self.address = Address("127.0.0.1", free_port())
         scrapes = [
             {
-                "job_name": path.strip("/"), "metrics_path": path,
+                "job_name": str(target), "metrics_path": path,
                 "static_configs": [{"targets": [str(target)], "labels": {"namespace": "ml", "pod": "pod-1"}}],
             }
-            for path, target in zip(("/stats/prometheus", "/metrics"), targets, strict=True)
+            for path, target in zip(("/stats/prometheus", "/metrics", "/metrics"), targets, strict=True)
         ]  # fmt: skip
         settings = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
@@ -111,8 +113,8 @@ def review() -> dict[str, Any]:
 class Run:
     """Everything that runs in these tests."""
 
-    def __init__(self, plane: TlsControlPlane, sidecar: RunningSidecar, prometheus: Prometheus) -> None:
-        self.plane, self.sidecar, self.prometheus = plane, sidecar, prometheus
+    def __init__(self, plane: TlsControlPlane, sidecar: RunningSidecar, engine: str, prometheus: Prometheus) -> None:
+        self.plane, self.sidecar, self.engine, self.prometheus = plane, sidecar, engine, prometheus
 
     def load(self) -> None:
         """Send requests of every kind."""
@@ -121,6 +123,8 @@ class Run:
             (GENERATE, b"{", "5"),
         ):  # fmt: skip
             call(self.sidecar.address, path, body, priority(value))
+        tokens = {"token_ids": [1], "sampling_params": {"max_tokens": 1}}
+        httpx.post(f"{self.engine}{GENERATE}", json=tokens, trust_env=False).raise_for_status()
         httpx.post(f"http://{self.plane.address}/inject", json=review(), trust_env=False).raise_for_status()
 
 
@@ -132,13 +136,15 @@ def run(envoy: Path, _upstream: RecordingUpstream, tmp_path_factory: pytest.Temp
     _upstream.clear()
     (folder / "policy.yaml").write_text(POLICY)
     write_pair(folder, days=10)
-    with TlsControlPlane(folder / "policy.yaml", folder) as plane:
+    with TlsControlPlane(folder / "policy.yaml", folder) as plane, simulate(SimulatorSettings()) as engine:
         PollingSidecar.control_plane = plane.address
         sidecar = PollingSidecar(envoy, folder, "engine", load(POLICY), _upstream.address)
         try:
-            prometheus = Prometheus(folder, sidecar.admin, plane.address)
+            prometheus = Prometheus(
+                folder, sidecar.admin, plane.address, Address.parse(engine.removeprefix("http://"), "engine")
+            )
             try:
-                running = Run(plane, sidecar, prometheus)
+                running = Run(plane, sidecar, engine, prometheus)
                 until(lambda: _answers(prometheus), "Prometheus")
 
                 def measured() -> bool:
