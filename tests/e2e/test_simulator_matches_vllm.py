@@ -301,6 +301,7 @@ QUEUE_METRICS = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
     "vllm:request_queue_time_seconds",
+    "vllm:time_to_first_token_seconds",
     "vllm:num_preemptions_total",
 )
 
