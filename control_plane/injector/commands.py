@@ -156,7 +156,11 @@ _RESERVED = frozenset({"if", "then", "elif", "else", "while", "until", "do", "!"
 """Words of the shell that a command may follow."""
 
 _LONGEST_ARGUMENT = 128 * 1024
-"""Linux starts no program with a longer one (MAX_ARG_STRLEN of execve(2)), and reading it could take long."""
+"""Linux cannot start a program with a longer argument (MAX_ARG_STRLEN of execve(2)), and reading it could take long."""
+_MOST_WORDS = 10_000
+"""A script whose "$@" make more words of a container's arguments is too intricate."""
+_LONGEST_WORD = 4096
+"""A word that is longer once its variables are replaced counts as unknown. Of a word, only options and paths matter."""
 
 SGLANG_PORT = 30000
 """SGLang's port where the command line names none."""
@@ -256,6 +260,9 @@ def _commands(words: list[Word], environment: Environment) -> list[tuple[Word, .
         return None
     # The words after a script are its $0, $1, ...
     passed = words[option + 3 :]
+    uses = sum(word.literal in ("$@", "$*") for found in commands for word in found)
+    if uses * len(passed) > _MOST_WORDS:
+        return None
     return [
         tuple(part for word in found for part in (passed if word.literal in ("$@", "$*") else [word]))
         for found in commands
@@ -376,15 +383,17 @@ def _evaluated(words: Sequence[Word]) -> tuple[str, list[int]]:
 
 
 def _replaced(text: str, variable: re.Pattern[str], environment: Environment) -> str | None:
-    """The text with its variables replaced. None: one of them is not known."""
-
-    def value(found: re.Match[str]) -> str:
+    """The text with its variables replaced. None: one of them is not known, or the text becomes too long."""
+    parts: list[str] = []
+    at = length = 0
+    for found in variable.finditer(text):
         groups = found.groupdict()
         name = groups["name"] or groups.get("braced") or groups.get("expanded") or ""
-        known = environment.get(name, groups["default"])
-        return "\0" if known is None else known
-
-    replaced = variable.sub(value, text)
-    return (
-        None if "\0" in replaced or ("$" in replaced and variable is _SHELL_VARIABLE) or "`" in replaced else replaced
-    )
+        value = environment.get(name, groups["default"])
+        length += len(value or "")
+        if value is None or length > _LONGEST_WORD:
+            return None
+        parts += (text[at : found.start()], value)
+        at = found.end()
+    replaced = "".join(parts) + text[at:]
+    return None if ("$" in replaced and variable is _SHELL_VARIABLE) or "`" in replaced else replaced
