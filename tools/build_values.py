@@ -91,7 +91,10 @@ _TYPES: dict[str, Any] = {
     },
     "api": {
         "tokenSecret": _NAME_OR_EMPTY,
-        "consoleProxies": {"type": "array", "items": {"type": "string", "pattern": "^[0-9a-fA-F.:]+$"}},
+        "consoleProxies": {
+            "type": "array",
+            "items": {"type": "string", "anyOf": [{"format": "ipv4"}, {"format": "ipv6"}]},
+        },
     },
     "monitoring": {
         "serviceMonitor": _BOOL,

@@ -36,7 +36,7 @@ from control_plane.vllm import INT64_MIN
     "-H", "--request-header", "request_headers", multiple=True, metavar="'NAME: VALUE'",
     help="Header to send with each request, for example a tenant's. Repeatable.",
 )  # fmt: skip
-@option("--class", "class_name", metavar="NAME", help="Class of the policy to examine, too.")
+@option("--class", "class_name", metavar="NAME", help="Also examine this class of the policy.")
 @option("--ca", metavar="FILE", help="CA that signed the servers' certificates, in PEM. Default: the system's CAs.")
 @option("--client-cert", metavar="FILE", help="Certificate to present to the servers, in PEM.")
 @option("--client-key", metavar="FILE", help="Key of --client-cert, in PEM. Default: it is in the same file.")
@@ -98,7 +98,7 @@ def doctor(
     from control_plane import doctor as examination
 
     if as_json and as_metrics:
-        raise click.UsageError("--json and --prometheus are two formats. Use one of them.")
+        raise click.UsageError("--json and --prometheus cannot be combined.")
     if kubernetes:
         if render_url is not None or engine_url is not None:
             raise click.UsageError("--kubernetes examines a cluster. Do not use --render and --engine with it.")

@@ -20,6 +20,7 @@ OPTIONS: Mapping[str, str] = {
     "listen_host": "--sidecar-listen-host",
     "concurrency": "--sidecar-concurrency",
     "class_name": "--class",
+    "headers": "-H",
 }
 """The options that are not called like the field that they set. Errors and advice of the core name fields."""
 

@@ -4,6 +4,7 @@ import asyncio
 import ssl
 import time
 from datetime import UTC, datetime, timedelta
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -48,6 +49,8 @@ async def _check_reachable(server: Server) -> tuple[str, int]:
         ):
             # With TLS 1.3, a client hears that its certificate is missing only when it reads.
             cure = f"If it requires a client certificate, use {server.spell('client_cert')}. If not, look at its log."
+            if server.settings.client_cert:
+                cure = f"Check that it trusts the client's certificate. {LOOK_AT_LOG}"
             closed = "The server closed the connection after the TLS handshake."
             raise server.stop("TLS", closed, cure) from None
         if await _serves_https(server):
@@ -106,17 +109,25 @@ async def _check_prefix(server: Server) -> None:
     if not prefix:
         return
     route = RENDER_ROUTES[0] if server.role == "render" else GENERATE_ROUTE
-    reports = []
+    reports: list[str | None] = []
     for url in (route, f"{parts.scheme}://{parts.netloc}{route}"):
         request = server.client.build_request("POST", url, json={}, headers={server.settings.header: "-1"})
-        request.headers.pop("authorization", None)  # Outside the prefix, it could be another server's path.
+        if reports:  # Outside the prefix, it could be another server's path.
+            for name in ("authorization", *(name for name, _ in server.settings.headers)):
+                request.headers.pop(name, None)
         reports.append((await server.client.send(request)).headers.get(server.settings.report_header))
-    evidence = {"applied": reports[0], "applied_without_prefix": reports[1]}
+    evidence: dict[str, Any] = {"applied": reports[0], "applied_without_prefix": reports[1]}
     if reports[0]:
         server.add("prefix", "ok", f"The sidecar edits requests below {prefix}.", **evidence)
     elif reports[1]:
         seen = f"The sidecar reported what it did to {route}, and nothing of {prefix}{route}: it does not edit that."
-        server.add("prefix", "lost", seen, f"Set routes.root_path to {prefix} in the sidecar's policy.", **evidence)
+        server.add(
+            "prefix",
+            "lost",
+            seen,
+            f"If one sidecar serves both, set routes.root_path to {prefix} in its policy.",
+            **evidence,
+        )
 
 
 async def _check_is_vllm(server: Server) -> None:

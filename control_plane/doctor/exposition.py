@@ -25,7 +25,7 @@ def exposition(report: Report | ClusterReport) -> str:
             checks.labels(row.server, row.check, row.verdict).set(1)
     else:
         objects = Gauge(
-            f"{prefix}objects", "Objects in the cluster by verdict.", ["kind", "namespace", "verdict"],
+            f"{prefix}objects", "Objects in the cluster by verdict.", ["kind", "object_namespace", "verdict"],
             registry=registry,
         )  # fmt: skip
         found = Counter((finding.kind, finding.namespace, finding.verdict) for finding in report.findings)

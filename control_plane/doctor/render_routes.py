@@ -81,8 +81,11 @@ async def check_render_routes(server: Server) -> list[int] | None:
         if cases is not None:
             tokens = tokens or cases.none.tokens
             _judge(server, route, cases)
-    if tokens and server.settings.class_name:
-        await _check_class(server, server.settings.class_name)
+    if name := server.settings.class_name:
+        try:
+            await _check_class(server, name)
+        except httpx.HTTPError as error:
+            server.add(f"class {name}", "unknown", f"A request failed: {server.reason(error)}.", LOOK_AT_LOG)
     return tokens
 
 
@@ -95,10 +98,13 @@ async def _check_class(server: Server, name: str) -> None:
     report = parse_report(rendered.report)
     seen = f"The rendered priority is {rendered.shown} with {name} in the header.{server.reported(rendered.report)}"
     evidence: dict[str, Any] = {"status": rendered.status, "priority": rendered.priority, "applied": rendered.report}
-    if rendered.status == 400 and rendered.error_param == server.settings.header.lower():
+    if rendered.status != 200 and not report:
+        server.add(check, "unknown", seen, LOOK_AT_LOG, **evidence)
+    elif rendered.status == 400 and rendered.error_param == server.settings.header.lower():
         next_step = "The policy does not have this class, or not for this client. Look at classes in the policy."
         server.add(check, "warn", seen, next_step, **evidence)
-    elif report and report.source == "class" and rendered.priority == report.priority:
+    elif rendered.priority and (not report or (report.source == "class" and rendered.priority == report.priority)):
+        # A policy can leave the report out. vLLM alone renders 0, whatever the header contains.
         server.add(check, "ok", seen, brief=f"priority {rendered.priority}", **evidence)
     else:
         server.add(check, "lost", seen, server.advice_for_lost_header(rendered.report), **evidence)

@@ -57,9 +57,9 @@ class Row:
     @property
     def see(self) -> str:
         """The entry of the troubleshooting page about this result, or an empty string."""
-        if self.verdict == "ok":
+        if self.verdict == "ok" or self.check == "TLS":
             return ""
-        if self.verdict == "fail":
+        if self.verdict == "fail" or (self.check.startswith("class ") and self.evidence.get("status") == 400):
             topic = _ERRORS
         elif self.verdict != "lost" or not (
             self.check.startswith(("/", "class ", "prefix")) or self.check.endswith("by the header")

@@ -91,7 +91,7 @@ def failure_reason(error: BaseException, timeout: float) -> str:
         if isinstance(cause, ssl.SSLCertVerificationError):
             return f"its certificate is not trusted: {cause.verify_message}"
         if isinstance(cause, ssl.SSLError) and cause.reason in _NO_TLS:
-            return "it does not use TLS, so its URL begins with http://"
+            return "it does not use TLS. Use http:// in the URL"
         if isinstance(cause, ConnectionRefusedError):
             return "the connection was refused"
         if isinstance(cause, socket.gaierror):

@@ -123,7 +123,9 @@ async def connect(
 ) -> AsyncIterator[Server]:
     """Connect to a server during the block; see Server for the arguments."""
     host = urlsplit(url).hostname or ""
-    headers = [*settings.headers, *([("authorization", f"Bearer {settings.api_key}")] if settings.api_key else [])]
+    headers = dict(settings.headers)
+    if settings.api_key and "authorization" not in map(str.lower, headers):
+        headers["authorization"] = f"Bearer {settings.api_key}"
     async with httpx.AsyncClient(
         base_url=url.rstrip("/"),
         headers=headers,

@@ -9,6 +9,7 @@ import httpx
 
 from control_plane.errors import InvalidField
 
+_NOT_TO_SET = ("content-length", "content-type", "connection", "host", "transfer-encoding")
 # A token of RFC 9110, 5.6.2.
 _HEADER_NAME = r"[A-Za-z0-9!#$%&'*+.^_`|~-]+"
 
@@ -78,8 +79,13 @@ class DoctorSettings:
         for field, number in (("timeout", self.timeout), ("queue_timeout", self.queue_timeout)):
             if not 0 < number < float("inf"):
                 raise InvalidField(field, f"{number:g} is not a valid time. Use a number of seconds above 0.")
-        if self.class_name is not None and not re.fullmatch(r"[!-~]+", self.class_name):
-            raise InvalidField("class_name", f"{self.class_name!r} is not a class. Use its name, for example batch.")
+        for name, value in self.headers:
+            if name.lower() in {*_NOT_TO_SET, self.header.lower()}:
+                raise InvalidField("headers", f"{name} is a header that the doctor sets itself. Leave it out.")
+            if not re.fullmatch(r"[\t -~]*", value):
+                raise InvalidField("headers", f"the value of {name} is not printable ASCII.")
+        if self.class_name is not None and not re.fullmatch(r"(?!-?[0-9]+$)[!-~]+", self.class_name):
+            raise InvalidField("class_name", f"{self.class_name!r} is not a valid class name. Use for example batch.")
         self.tls()
         if self.max_fill < 1:
             raise InvalidField("max_fill", f"{self.max_fill} is not a valid number of requests. Use 1 or more.")

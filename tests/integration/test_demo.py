@@ -143,6 +143,11 @@ def test_a_dead_server_behind_a_sidecar_is_recognized(sidecar: SidecarFactory) -
     ("policy", "verdict", "said"),
     [
         ("classes: {urgent: -20}", "ok", "The rendered priority is -20 with urgent in the header."),
+        (
+            "{classes: {urgent: -20}, report_header: null}",
+            "ok",
+            "The rendered priority is -20 with urgent in the header.",
+        ),
         ("classes: {batch: 20}", "warn", "The rendered priority is missing (status 400: "),
         ("header: x-other", "lost", "The rendered priority is 0 with urgent in the header."),
     ],
@@ -176,7 +181,9 @@ def test_a_prefix_that_the_sidecar_does_not_edit_is_named(sidecar: SidecarFactor
     assert row(found, CHAT).verdict == verdict
     assert row(found, "prefix").verdict == verdict
     if verdict == "lost":
-        assert row(found, "prefix").next_step == "Set routes.root_path to /llm in the sidecar's policy."
+        assert (
+            row(found, "prefix").next_step == "If one sidecar serves both, set routes.root_path to /llm in its policy."
+        )
 
 
 def test_a_prefix_of_a_server_without_a_sidecar_is_no_finding() -> None:

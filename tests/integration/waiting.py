@@ -10,5 +10,5 @@ def until(condition: Callable[[], object], what: str, seconds: float = 3 * WAIT)
     """Wait for a condition; `what` it is goes into the failure."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"{what}: does not come"
+        assert time.monotonic() < deadline, f"timed out while waiting for {what}"
         time.sleep(0.02)

@@ -68,13 +68,19 @@ CASES: dict[str, tuple[list[tuple[str, str]], str, set[str]]] = {
         {"VllmPriorityDoctorFindsLoss"},
     ),
     "the doctor finds a Service that bypasses": (
-        [('vllm_priority_doctor_objects{kind="Service",namespace="ml",verdict="lost"}', "2x100")], "1h",
+        [('vllm_priority_doctor_objects{kind="Service",object_namespace="ml",verdict="lost"}', "2x100")], "1h",
         {"VllmPriorityDoctorFindsLoss"},
+    ),
+    "the doctor finds no label in the cluster": (
+        [("vllm_priority_doctor_priority_lost", "1x100")], "1h", {"VllmPriorityDoctorFindsLoss"},
+    ),
+    "the doctor runs no more": (
+        [("vllm_priority_doctor_last_run_timestamp_seconds", "60x200")], "3h", {"VllmPriorityDoctorStopped"},
     ),
     "the doctor finds nothing": (
         [
             ('vllm_priority_doctor_check{server="engine",check="scheduling policy",verdict="ok"}', "1x100"),
-            ('vllm_priority_doctor_objects{kind="Service",namespace="ml",verdict="ok"}', "2x100"),
+            ('vllm_priority_doctor_objects{kind="Service",object_namespace="ml",verdict="ok"}', "2x100"),
         ],
         "1h", set(),
     ),

@@ -551,7 +551,7 @@ def test_http_and_https_are_told_apart(tmp_path: Path) -> None:
     )  # fmt: skip
     with run(ENGINE) as url:
         (found,) = ask(engine=url.replace("http:", "https:")).rows
-    assert found.seen == "The server cannot be reached: it does not use TLS, so its URL begins with http://."
+    assert found.seen == "The server cannot be reached: it does not use TLS. Use http:// in the URL."
 
 
 @pytest.mark.parametrize(
@@ -562,7 +562,11 @@ def test_http_and_https_are_told_apart(tmp_path: Path) -> None:
         ({"client_cert": "junk"}, "client_cert: 'junk' cannot be read as a certificate and its key in PEM: "),
         ({"client_cert": "locked/tls.crt", "client_key": "locked/tls.key"}, "client_cert: 'locked/tls.crt' with "),
         ({"client_key": "junk"}, "client_key: there is no certificate for this key."),
-        ({"class_name": "two words"}, "class_name: 'two words' is not a class."),
+        ({"class_name": "two words"}, "class_name: 'two words' is not a valid class name."),
+        ({"class_name": "-10"}, "class_name: '-10' is not a valid class name."),
+        ({"headers": (("X-Tenant", "ä"),)}, "headers: the value of X-Tenant is not printable ASCII."),
+        ({"headers": (("Content-Length", "3"),)}, "headers: Content-Length is a header that the doctor sets itself."),
+        ({"headers": (("X-vLLM-Priority", "3"),)}, "headers: X-vLLM-Priority is a header that the doctor sets itself."),
     ],
 )
 def test_files_that_cannot_be_used_are_rejected(
@@ -575,6 +579,34 @@ def test_files_that_cannot_be_used_are_rejected(
     with pytest.raises(InvalidField) as raised:
         DoctorSettings(engine="https://engine", **files)
     assert str(raised.value).startswith(said)
+
+
+def test_a_token_of_the_client_replaces_the_api_key_and_stays_below_the_prefix() -> None:
+    seen: list[tuple[str, list[str], str | None]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:  # noqa: N802
+            seen.append((self.path, self.headers.get_all("authorization") or [], self.headers["x-tenant"]))
+            body = {"/llm/version": {"version": "1"}, "/llm/v1/models": {"data": [{"id": "m"}]}}.get(self.path, {})
+            text = json.dumps(body).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+
+        do_POST = do_GET  # noqa: N815
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        headers = (("Authorization", "Bearer mine"), ("X-Tenant", "batch"))
+        ask(render=f"http://127.0.0.1:{server.server_port}/llm", api_key="key", headers=headers)
+        server.shutdown()
+    below = [(tokens, tenant) for path, tokens, tenant in seen if path.startswith("/llm/")]
+    assert below and all(found == (["Bearer mine"], "batch") for found in below)
+    assert [found[1:] for found in seen if not found[0].startswith("/llm/")] == [([], None)]
 
 
 # ---- Metrics -------------------------------------------------------------------------------------------------------
@@ -603,9 +635,9 @@ def test_the_command_prints_metrics(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--json", "--prometheus"], "--json and --prometheus are two formats. Use one of them."),
+        (["--json", "--prometheus"], "--json and --prometheus cannot be combined."),
         (["-H", "no header"], "-H: 'no header' is not a valid header. Use NAME: VALUE"),
-        (["--class", "two words"], "--class: 'two words' is not a class. Use its name, for example batch."),
+        (["--class", "two words"], "--class: 'two words' is not a valid class name. Use for example batch."),
     ],
 )
 def test_a_wrong_use_of_the_options_is_one_line(

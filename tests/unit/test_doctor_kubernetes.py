@@ -300,8 +300,8 @@ def test_a_cluster_as_prometheus_metrics(api: Api, kubeconfig: Path, doctor: Doc
     api.responses[LISTS["Service"]]["items"] = [service(8000)]
     status, out, _ = doctor("--kubeconfig", kubeconfig, "--prometheus")
     assert status == 1
-    assert 'vllm_priority_doctor_objects{kind="Pod",namespace="ml",verdict="ok"} 2.0' in out
-    assert 'vllm_priority_doctor_objects{kind="Service",namespace="ml",verdict="lost"} 1.0' in out
+    assert 'vllm_priority_doctor_objects{kind="Pod",object_namespace="ml",verdict="ok"} 2.0' in out
+    assert 'vllm_priority_doctor_objects{kind="Service",object_namespace="ml",verdict="lost"} 1.0' in out
     assert "\nvllm_priority_doctor_priority_lost 1.0\n" in out
 
 
